@@ -1,0 +1,20 @@
+"""A small model on the embedded corpus: two CPU cores, a few minutes, nothing to download."""
+
+from nanosam import config
+
+
+def get_config(arg=None):
+  args = config.arguments(arg, size="mini", method="adamw")
+  c = config.default(**args)
+  c.workdir = f"runs/quickstart-{args['method']}"
+  c.batch_size = 32
+  c.model.L = 128
+  c.model.dtype = "float32"  # CPUs have no fast bf16
+  c.opt.num_train_steps = 600
+  c.opt.warmup_steps = 60
+  c.opt.peak_learning_rate = 4e-3
+  c.eval_every_steps = 100
+  c.eval_steps = 8
+  c.checkpoint_every_steps = 200
+  c.data.repeat = True
+  return c

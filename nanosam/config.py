@@ -1,0 +1,336 @@
+"""Every key and its default; reading, checking and comparing configs.
+
+A config file defines `get_config(arg)`, starts from `default()` and returns it. Nothing that
+changes a result has a default anywhere else, and no key can be added by accident: it is locked.
+"""
+
+import ast
+import difflib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ml_collections
+
+from nanosam.errors import UsageError
+from nanosam.model import ACTIVATIONS, ATTENTIONS
+from nanosam.optim.base import BASES
+from nanosam.optim.registry import METHODS
+from nanosam.optim.schedules import DECAY_TYPES
+
+# name: layers, heads, width. Named by non-embedding parameters as in arXiv 2502.02407; `mini` is
+# ours and trains in minutes on two CPU cores.
+SIZES: dict[str, tuple[int, int, int]] = {
+  "mini": (3, 4, 64),
+  "2M": (3, 4, 256),
+  "23.9M": (6, 9, 576),
+  "42.5M": (6, 12, 768),
+  "117.9M": (6, 20, 1280),
+  "1208M": (6, 64, 4096),
+}
+
+
+def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDict:
+  """The reference's settings (Nanodo's where the paper is silent)."""
+  c = ml_collections.ConfigDict()
+  c.workdir = ""  # where everything of the run goes; the same command again resumes it
+  c.seed = 42  # initial parameters
+  c.data_seed = 0  # order of the data; the same data_seed and step give the same batch anywhere
+  c.batch_size = 256  # sequences a step, over all devices and microbatches
+  c.grad_accumulation_steps = 1  # microbatches a step: memory, not mathematics
+
+  N, H, D = lookup("size", size, SIZES)
+  c.model = m = ml_collections.ConfigDict()
+  m.D = D  # width
+  m.H = H  # heads
+  m.L = 512  # context length
+  m.N = N  # layers
+  m.F = m.get_ref("D") * 4  # inner width of the MLP
+  m.activation = "gelu"  # gelu | relu
+  m.tied = True  # the unembedding is the embedding
+  m.dtype = "bfloat16"  # compute type; parameters, softmax and residual stream stay fp32
+  m.remat = False  # recompute each layer in the backward pass
+  m.scan_layers = False  # one compiled layer instead of N
+  m.attention = "plain"  # plain | xla | cudnn
+
+  c.head = ml_collections.ConfigDict()
+  c.head.chunk = 64  # sequence positions whose logits exist at one time; 0 = all (dense)
+
+  c.opt = o = ml_collections.ConfigDict()
+  o.method = method
+  o.base = "adamw"  # adamw | sgd | lion | adafactor | muon
+  o.num_train_steps = 10_000
+  o.peak_learning_rate = 1e-3
+  o.init_learning_rate = o.get_ref("peak_learning_rate") * 0.1
+  o.final_learning_rate = o.get_ref("peak_learning_rate") * 0.1
+  o.warmup_steps = 1000
+  o.decay_type = "cosine"  # cosine | linear | rsqrt | constant | wsd
+  o.wsd_decay_fraction = 0.2  # of all steps, for decay_type=wsd
+  o.weight_decay = 0.1  # decoupled, times the learning rate
+  o.weight_decay_params = ".*"  # regex of parameter paths; "kernel|embed" leaves out the norms
+  o.b1 = 0.9  # first moment (adamw, lion, muon's Adam part), momentum (sgd)
+  o.b2 = 0.98  # second moment (adamw, muon's Adam part), lion's slow average
+  o.eps = 1e-9  # in Adam's denominator
+  o.muon_beta = 0.95
+  o.adafactor_decay = 0.8
+  o.clip_by_global_norm = 0.0  # 0 = off
+
+  c.data = d = ml_collections.ConfigDict()
+  d.source = "embedded"  # embedded | tokens:DIR
+  d.vocab_size = 4096  # of the tokenizer trained for the embedded corpus
+  d.repeat = False  # start another epoch when the data ends, instead of failing
+  d.mask_documents = False  # neither attend nor predict across document borders
+  d.workers = 0  # processes that read ahead; 0 = threads in this one
+  d.prefetch = 4  # batches read ahead
+  d.cache_dir = ""  # of the embedded corpus; "" = ~/.cache/nanosam
+
+  c.mesh = ml_collections.ConfigDict()
+  c.mesh.data = 1  # copies of the model; -1 = the rest of the devices
+  c.mesh.fsdp = -1  # devices that share one copy
+
+  c.eval_every_steps = 500
+  c.eval_steps = 32  # eval_steps x eval_batch_size sequences: a fixed set, whatever the batch size
+  c.eval_batch_size = 64
+  c.log_every_steps = 10
+
+  c.checkpoint = True
+  c.checkpoint_every_steps = 1000
+  c.max_to_keep = 2  # newest ones; the best by eval loss is kept besides
+  c.allow_changed_keys = False  # resume although keys that change the result differ
+
+  c.tensorboard = True
+  c.wandb = w = ml_collections.ConfigDict()
+  w.mode = (
+    "auto"  # auto (online where there is an account, else offline) | online | offline | disabled
+  )
+  w.project = "nanosam"
+  w.entity = ""
+  w.name = ""  # "" = the workdir's name
+  w.group = o.get_ref("method")
+  w.job_type = "train"
+  w.tags = ""  # comma-separated
+
+  c.compilation_cache = ""  # "" = ~/.cache/nanosam/xla, "off" = none
+  c.lock()
+  return c
+
+
+# Keys that may differ between a run and its continuation: they do not change the result.
+FREE_KEYS = re.compile(
+  r"workdir|log_every_steps|checkpoint.*|max_to_keep|allow_changed_keys|compilation_cache|tensorboard|wandb\..*|mesh\..*|"
+  r"grad_accumulation_steps|model\.remat|data\.(workers|prefetch|cache_dir)"
+)
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+  words = list(words)
+  close = difflib.get_close_matches(word, words, n=3, cutoff=0.5)
+  return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(words)}"
+
+
+def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
+  if name not in table:
+    raise UsageError(f"unknown {kind} '{name}': {nearest(name, table)}")
+  return table[name]
+
+
+def arguments(text: str | None, **defaults: Any) -> dict[str, Any]:
+  """Parses the `k=v,k=v` after the colon of --config=FILE.py:k=v; types follow the defaults."""
+  values = dict(defaults)
+  for item in filter(None, (text or "").split(",")):
+    key, equals, value = item.partition("=")
+    if key not in defaults:
+      raise UsageError(f"unknown config argument '{key}': {nearest(key, defaults)}")
+    if not equals:
+      raise UsageError(f"config argument '{item}': write {key}=VALUE")
+    values[key] = _parse(key, value, defaults[key])
+  return values
+
+
+def _parse(key: str, text: str, default: Any) -> Any:
+  """A value of the default's type from the command line's text."""
+  if isinstance(default, str):
+    return text
+  kind = type(default).__name__
+  try:
+    value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+  except (ValueError, SyntaxError):
+    value = text
+  if isinstance(default, float) and type(value) is int:
+    value = float(value)
+  if type(value) is not type(default):
+    raise UsageError(f"{key}={text}: expected {'an' if kind[0] in 'aeiou' else 'a'} {kind}")
+  return value
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """{'opt.rho': 0.1, ...}: one entry per value, in order."""
+  items: dict[str, Any] = {}
+  for key, value in config.items():
+    if isinstance(value, Mapping | ml_collections.ConfigDict):
+      items |= flat(value, f"{prefix}{key}.")
+    else:
+      items[prefix + key] = value
+  return items
+
+
+def override(config: ml_collections.ConfigDict, key: str, text: str) -> None:
+  values = flat(config)
+  if key not in values:
+    raise UsageError(f"unknown config key '{key}': {nearest(key, values)}")
+  *path, last = key.split(".")
+  for part in path:
+    config = config[part]
+  config[last] = _parse(key, text, values[key])
+
+
+def load(spec: str) -> ml_collections.ConfigDict:
+  """The config of `FILE.py[:arguments]`."""
+  file, _, arg = spec.partition(":")
+  if not os.path.isfile(file):
+    folder = os.path.dirname(file) or "."
+    there = (
+      sorted(f for f in os.listdir(folder) if f.endswith(".py")) if os.path.isdir(folder) else []
+    )
+    known = nearest(os.path.basename(file), there) if there else f"no such folder: {folder}"
+    raise UsageError(f"config file {file} does not exist; {known}")
+  module_spec = importlib.util.spec_from_file_location("nanosam_config", file)
+  assert module_spec is not None and module_spec.loader is not None
+  module = importlib.util.module_from_spec(module_spec)
+  try:
+    module_spec.loader.exec_module(module)
+    return module.get_config(arg)
+  except UsageError:
+    raise
+  except Exception as e:  # whatever is wrong in the user's file, say where, in one line
+    line = " ".join(str(e).split())
+    raise UsageError(f"config file {file}: {type(e).__name__}: {line}") from e
+
+
+def from_command_line(argv: list[str]) -> ml_collections.ConfigDict:
+  """--config=FILE.py[:k=v,...] and any number of --config.KEY=VALUE."""
+  spec, overrides = None, []
+  words = iter(argv[1:])
+  for word in words:
+    flag, equals, value = word.partition("=")
+    if not re.fullmatch(r"--?config(\..+)?", flag):
+      raise UsageError(
+        f"unknown argument '{word}': usage: --config=FILE.py[:k=v,...] [--config.KEY=VALUE ...]"
+      )
+    if not equals:
+      value = next(words, "")
+    key = flag.lstrip("-").removeprefix("config").removeprefix(".")
+    if key:
+      overrides.append((key, value))
+    else:
+      spec = value
+  if not spec:
+    raise UsageError("no config: say --config=configs/FILE.py")
+  config = load(spec)
+  for key, value in overrides:
+    override(config, key, value)
+  validate(config)
+  return config
+
+
+def validate(c: ml_collections.ConfigDict) -> None:
+  """Finds contradictions before any device is touched."""
+
+  def need(good: bool, message: str) -> None:
+    if not good:
+      raise UsageError(message)
+
+  def at_least(low: float, *keys: str) -> None:
+    for key in keys:
+      need(values[key] >= low, f"{key}={values[key]} must be at least {low}")
+
+  values = flat(c)
+  need(bool(c.workdir), "no workdir: say --config.workdir=DIR")
+  lookup("opt.method", c.opt.method, METHODS)
+  lookup("opt.base", c.opt.base, BASES)
+  for key, known in (
+    ("model.activation", ACTIVATIONS),
+    ("model.attention", ATTENTIONS),
+    ("opt.decay_type", DECAY_TYPES),
+    ("model.dtype", ("float32", "bfloat16")),
+  ):
+    lookup(key, values[key], dict.fromkeys(known))
+  at_least(
+    1,
+    "model.D",
+    "model.H",
+    "model.L",
+    "model.N",
+    "model.F",
+    "batch_size",
+    "grad_accumulation_steps",
+    "opt.num_train_steps",
+    "eval_every_steps",
+    "eval_steps",
+    "eval_batch_size",
+    "log_every_steps",
+    "checkpoint_every_steps",
+    "max_to_keep",
+  )
+  at_least(
+    0,
+    "head.chunk",
+    "opt.warmup_steps",
+    "opt.weight_decay",
+    "opt.clip_by_global_norm",
+    "opt.peak_learning_rate",
+    "data.workers",
+    "data.prefetch",
+    "data_seed",
+    "seed",
+  )
+  need(
+    c.model.D % c.model.H == 0, f"model.D={c.model.D} is not divisible by model.H={c.model.H} heads"
+  )
+  need(
+    c.batch_size % c.grad_accumulation_steps == 0,
+    f"batch_size={c.batch_size} is not divisible by "
+    f"grad_accumulation_steps={c.grad_accumulation_steps}",
+  )
+  need(
+    c.opt.warmup_steps <= c.opt.num_train_steps,
+    f"opt.warmup_steps={c.opt.warmup_steps} is longer than "
+    f"opt.num_train_steps={c.opt.num_train_steps}",
+  )
+  for key in ("opt.b1", "opt.b2", "opt.wsd_decay_fraction"):
+    need(0 <= values[key] < 1, f"{key}={values[key]} must lie in [0, 1)")
+  try:
+    re.compile(c.opt.weight_decay_params)
+  except re.error as e:
+    raise UsageError(
+      f"opt.weight_decay_params={c.opt.weight_decay_params}: not a regex: {e}"
+    ) from e
+
+
+def check_devices(c: ml_collections.ConfigDict, shards: int) -> None:
+  """What can only be checked once the number of devices is known."""
+  micro = c.batch_size // c.grad_accumulation_steps
+  if micro % shards:
+    raise UsageError(
+      f"a microbatch of {micro} sequences (batch_size={c.batch_size} / grad_accumulation_steps="
+      f"{c.grad_accumulation_steps}) does not divide over {shards} devices: make it a multiple of "
+      f"{shards}"
+    )
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+  """Keys that change the result and differ, as `key: old -> new`."""
+  old, new = flat(old), flat(new)
+  return [
+    f"{key}: {old.get(key)} -> {new.get(key)}"
+    for key in sorted({*old, *new})
+    if not FREE_KEYS.fullmatch(key) and old.get(key) != new.get(key)
+  ]
+
+
+def to_dict(c: ml_collections.ConfigDict) -> dict[str, Any]:
+  """Plain and fully resolved, as it reads back from JSON."""
+  return json.loads(json.dumps(c.to_dict()))

@@ -1,0 +1,1 @@
+"""Documents to tokens to packed rows to batches."""

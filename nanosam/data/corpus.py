@@ -1,0 +1,196 @@
+"""The embedded corpus: English documentation that every installation already holds.
+
+Docstrings of the standard library and of the distributions below, and pydoc's topics. The same
+Python and package versions give the same documents, whatever the machine.
+"""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from nanosam.data import docstrings
+from nanosam.data.store import MANIFEST, StoreWriter
+from nanosam.data.tokenizer import Tokenizer, train_tokenizer
+from nanosam.errors import UserError
+
+FORMAT = 1  # Raise it when the same packages give other documents or another store.
+
+# Direct dependencies, and what these cannot be installed without.
+DISTRIBUTIONS = (
+  "absl-py",
+  "clu",
+  "etils",
+  "flax",
+  "fsspec",
+  "grain",
+  "jax",
+  "ml-collections",
+  "numpy",
+  "optax",
+  "orbax-checkpoint",
+  "pydantic",
+  "rich",
+  "scipy",
+  "sentencepiece",
+  "tensorflow-datasets",
+  "treescope",
+  "wandb",
+)
+# Tests, copies of other projects, and parts of Python that some systems package apart.
+_SKIPPED_DIRECTORIES = frozenset(
+  {
+    *("test", "tests", "testing", "__pycache__"),
+    *("vendor", "vendored", "_vendor", "third_party", "extern", "externals"),
+    *("site-packages", "dist-packages", "ensurepip", "idlelib", "lib2to3", "lib-dynload"),
+    *("tkinter", "turtledemo"),
+  }
+)
+_MIN_DOCUMENT_CHARS = 200
+_MIN_ENTRY_CHARS = 40
+_VALIDATION_ONE_IN = 20
+_READERS = 2
+
+
+def build_embedded(cache_dir: str | os.PathLike[str], vocab_size: int) -> Path:
+  """The directory of the corpus as a token store; made at the first call, then found."""
+  versions = _versions()
+  key = hashlib.sha256(json.dumps([FORMAT, vocab_size, versions]).encode()).hexdigest()[:12]
+  final = Path(cache_dir).expanduser() / f"embedded-{vocab_size}-{key}"
+  if (final / MANIFEST).exists():
+    return final
+  print("nanosam: building the embedded corpus (once) ...", file=sys.stderr, flush=True)
+  try:
+    partial = final.parent / f".{final.name}-{uuid.uuid4().hex}"
+    partial.mkdir(parents=True)
+    try:
+      _write(partial, vocab_size)
+      partial.rename(final)
+    except OSError:
+      if not (final / MANIFEST).exists():  # Otherwise another process was quicker: use its copy.
+        raise
+    finally:
+      shutil.rmtree(partial, ignore_errors=True)
+  except OSError as e:
+    raise UserError(
+      f"cannot write the embedded corpus to {final.parent}: {e.strerror or e}; "
+      "free some space or set NANOSAM_CACHE to another directory"
+    ) from e
+  return final
+
+
+def collect_documents() -> list[str]:
+  """Every document once, in an order that only its text decides."""
+  files = [*_standard_library_files(), *_distribution_files()]
+  seen: set[str] = set()
+  documents = set()
+  for entries in _read([path for _, path in sorted(files)]):
+    fresh = []
+    for heading, text in entries:
+      # Inherited and generated docstrings repeat; the first one in the order of names stays.
+      if len(text) >= _MIN_ENTRY_CHARS and text not in seen:
+        seen.add(text)
+        fresh.append(f"{heading}\n{text}" if heading else text)
+    document = "\n\n".join(fresh) + "\n"
+    if len(document) >= _MIN_DOCUMENT_CHARS and _is_text(document):
+      documents.add(document)
+  return sorted(documents, key=_digest)
+
+
+def is_validation(document: str) -> bool:
+  return int.from_bytes(_digest(document)[-8:], "big") % _VALIDATION_ONE_IN == 0
+
+
+def _write(directory: Path, vocab_size: int) -> None:
+  documents = collect_documents()
+  splits: dict[str, list[str]] = {"train": [], "validation": []}
+  for document in documents:
+    splits["validation" if is_validation(document) else "train"].append(document)
+  tokenizer = train_tokenizer(splits["train"], vocab_size)
+  writer = StoreWriter(directory, tokenizer)
+  writer.finish(
+    {name: [writer.write_shard(name, 0, _tokenised(tokenizer, d))] for name, d in splits.items()}
+  )
+
+
+def _tokenised(tokenizer: Tokenizer, documents: Sequence[str]) -> Iterator[tuple[list[int], int]]:
+  ids = tokenizer.encode_batch(documents)
+  return zip(ids, (len(d.encode()) for d in documents), strict=True)
+
+
+def _read(paths: Sequence[str]) -> Iterator[list[docstrings.Entry]]:
+  """The documents of all files in the order of `paths`, parsed by a few processes."""
+  command = [sys.executable, "-I", docstrings.__file__]
+  shares = [paths[k::_READERS] for k in range(_READERS)]
+  with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+    outputs = [
+      pool.submit(subprocess.check_output, command, input=json.dumps(share).encode())
+      for share in shares
+    ]
+    parsed = [json.loads(output.result()) for output in outputs]
+  for i in range(len(paths)):
+    yield from parsed[i % _READERS][i // _READERS]
+
+
+def _versions() -> dict[str, str]:
+  versions = {"python": platform.python_version()}
+  for name in DISTRIBUTIONS:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      versions[name] = importlib.metadata.version(name)
+  return versions
+
+
+def _standard_library_files() -> Iterator[tuple[str, str]]:
+  """(name that is the same on every machine, path)"""
+  root = Path(sysconfig.get_path("stdlib"))
+  for directory, subdirectories, names in os.walk(root):
+    subdirectories[:] = [d for d in subdirectories if d not in _SKIPPED_DIRECTORIES]
+    for name in names:
+      path = Path(directory, name)
+      relative = path.relative_to(root).as_posix()
+      if _is_wanted(relative):
+        yield f"python/{relative}", str(path)
+
+
+def _distribution_files() -> Iterator[tuple[str, str]]:
+  for name in DISTRIBUTIONS:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      for file in importlib.metadata.files(name) or []:
+        path = file.locate()
+        if _is_wanted(file.as_posix()) and os.path.exists(path):
+          yield f"{name}/{file.as_posix()}", str(path)
+
+
+def _is_wanted(relative: str) -> bool:
+  path = PurePosixPath(relative)
+  return (
+    path.suffix == ".py"
+    and not path.name.startswith(("test_", "_sysconfigdata"))
+    and not path.stem.endswith("_test")
+    and not path.is_absolute()
+    and not _SKIPPED_DIRECTORIES.intersection(path.parts)
+    and ".." not in path.parts
+  )
+
+
+def _is_text(document: str) -> bool:
+  """Whether it has bytes: a lone surrogate in a string literal has none."""
+  try:
+    document.encode()
+  except UnicodeEncodeError:
+    return False
+  return True
+
+
+def _digest(document: str) -> bytes:
+  return hashlib.sha256(document.encode()).digest()

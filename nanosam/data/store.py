@@ -1,0 +1,248 @@
+"""The packed token store: a directory of tokens that any host can read at random.
+
+    store.json                  what is in it; written last, so without it there is no store
+    tokenizer.model
+    train-00000.tokens          flat little-endian ids (uint16, or uint32 for a large vocabulary)
+    train-00000.documents       uint32 pairs: tokens and UTF-8 bytes of each document
+    validation-00000.tokens ...
+
+Every document is stored as bos + ids + eos. The shards of a split form one stream of tokens.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from nanosam.data.tokenizer import Tokenizer
+from nanosam.errors import UserError
+
+FORMAT = 1
+MANIFEST = "store.json"
+TOKENIZER = "tokenizer.model"
+_TABLE_DTYPE = np.dtype("<u4")
+_AGAIN = "; delete the directory and make it again"
+_WRITE_TOKENS = 1 << 20  # tokens held back before they are written
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+  """One entry of store.json."""
+
+  name: str
+  tokens: int
+  documents: int
+  bytes: int
+  sha256: str
+  documents_sha256: str
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+  return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+class StoreWriter:
+  """Writes a store; `write_shard` may run in many processes, each with shards of its own.
+
+  A shard appears under its own name only when it is complete, its .tokens file last, and
+  `finish` makes the directory a store.
+  """
+
+  def __init__(self, directory: epath.PathLike, tokenizer: Tokenizer):
+    self.directory = epath.Path(directory)
+    self._tokenizer = tokenizer
+    self._dtype = token_dtype(tokenizer.vocab_size)
+    if (self.directory / MANIFEST).exists():
+      raise UserError(f"{directory} already holds a token store; delete it or choose another name")
+    self.directory.mkdir(parents=True, exist_ok=True)
+
+  def write_shard(
+    self, split: str, number: int, documents: Iterable[tuple[Sequence[int], int]]
+  ) -> Shard:
+    """Writes documents given as (ids without bos and eos, UTF-8 bytes)."""
+    name = f"{split}-{number:05d}"
+    path, partial = self._path(name, "tokens"), self._path(name, "tokens.partial")
+    table: list[tuple[int, int]] = []
+    held: list[int] = []
+    digest = hashlib.sha256()
+    with partial.open("wb") as f:
+
+      def flush() -> None:
+        chunk = np.asarray(held, self._dtype).tobytes()
+        digest.update(chunk)
+        f.write(chunk)
+        held.clear()
+
+      for ids, num_bytes in documents:
+        held += [self._tokenizer.bos_id, *ids, self._tokenizer.eos_id]
+        table.append((len(ids) + 2, num_bytes))
+        if len(held) >= _WRITE_TOKENS:
+          flush()
+      flush()
+    counts = np.asarray(table, np.int64).reshape(-1, 2)
+    table_bytes = counts.astype(_TABLE_DTYPE).tobytes()
+    _write_whole(self._path(name, "documents"), table_bytes)
+    partial.replace(path)
+    tokens, num_bytes = (int(n) for n in counts.sum(0))
+    return Shard(
+      name=name,
+      tokens=tokens,
+      documents=len(table),
+      bytes=num_bytes,
+      sha256=digest.hexdigest(),
+      documents_sha256=hashlib.sha256(table_bytes).hexdigest(),
+    )
+
+  def finish(self, splits: Mapping[str, Sequence[Shard]]) -> None:
+    _write_whole(self.directory / TOKENIZER, self._tokenizer.model_bytes)
+    manifest = {
+      "format": FORMAT,
+      "dtype": self._dtype.name,
+      "vocab_size": self._tokenizer.vocab_size,
+      "tokenizer_sha256": self._tokenizer.sha256,
+      "splits": {s: [dataclasses.asdict(x) for x in shards] for s, shards in splits.items()},
+    }
+    _write_whole(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+
+  def _path(self, name: str, suffix: str) -> epath.Path:
+    return self.directory / f"{name}.{suffix}"
+
+
+def _write_whole(path: epath.Path, data: bytes) -> None:
+  partial = path.parent / f"{path.name}.partial"
+  partial.write_bytes(data)
+  partial.replace(path)
+
+
+class Split:
+  """The tokens of one split as a single stream; memory-mapped, picklable."""
+
+  def __init__(self, directory: epath.Path, shards: Sequence[Shard], dtype: np.dtype):
+    self._directory = directory
+    self._dtype = dtype
+    self._shards = [s for s in shards if s.tokens]  # An empty file cannot be mapped.
+    self._starts = np.cumsum([0] + [s.tokens for s in self._shards])
+    self.num_tokens = sum(s.tokens for s in self._shards)
+    self.num_documents = sum(s.documents for s in self._shards)
+    self.num_bytes = sum(s.bytes for s in self._shards)
+    self._open()
+
+  def __getstate__(self) -> dict[str, Any]:
+    return {k: v for k, v in self.__dict__.items() if k != "_maps"}
+
+  def __setstate__(self, state: dict[str, Any]) -> None:
+    self.__dict__.update(state)
+    self._open()
+
+  def read(self, start: int, stop: int) -> np.ndarray:
+    """Tokens start..stop-1 of the stream; shorter if the stream ends before."""
+    first = int(np.searchsorted(self._starts, start, side="right")) - 1
+    parts = []
+    for k in range(first, len(self._maps)):
+      offset = int(self._starts[k])
+      if offset >= stop:
+        break
+      parts.append(self._maps[k][max(start - offset, 0) : stop - offset])
+    return np.concatenate(parts) if parts else np.empty(0, self._dtype)
+
+  def documents(self) -> np.ndarray:
+    """[documents, 2]: tokens (with bos and eos) and bytes of each, in stream order."""
+    tables = [_map(self._file(s, "documents"), _TABLE_DTYPE) for s in self._shards]
+    return np.concatenate([*tables, np.empty(0, _TABLE_DTYPE)]).astype(np.int64).reshape(-1, 2)
+
+  def verify(self) -> None:
+    for shard in self._shards:
+      wanted = {"tokens": shard.sha256, "documents": shard.documents_sha256}
+      for suffix, sha256 in wanted.items():
+        path = self._file(shard, suffix)
+        with path.open("rb") as f:
+          if hashlib.file_digest(f, "sha256").hexdigest() != sha256:
+            raise UserError(f"{path} does not match its checksum{_AGAIN}")
+
+  def _open(self) -> None:
+    for shard in self._shards:
+      sizes = {
+        "tokens": shard.tokens * self._dtype.itemsize,
+        "documents": shard.documents * 2 * _TABLE_DTYPE.itemsize,
+      }
+      for suffix, size in sizes.items():
+        _check_size(self._file(shard, suffix), size)
+    self._maps = [_map(self._file(s, "tokens"), self._dtype) for s in self._shards]
+
+  def _file(self, shard: Shard, suffix: str) -> epath.Path:
+    return self._directory / f"{shard.name}.{suffix}"
+
+
+def _check_size(path: epath.Path, size: int) -> None:
+  try:
+    found = path.stat().length
+  except OSError as e:
+    raise UserError(f"{path} is missing or unreadable{_AGAIN}") from e
+  if found != size:
+    raise UserError(f"{path} has {found} bytes instead of {size}{_AGAIN}")
+
+
+def _map(path: epath.Path, dtype: np.dtype) -> np.ndarray:
+  return np.memmap(os.fspath(path), dtype, mode="r")
+
+
+class StoreReader:
+  """Opens a finished store; checks names and sizes, and with `verify` every byte."""
+
+  def __init__(self, directory: epath.PathLike):
+    self.directory = epath.Path(directory).expanduser()
+    manifest = _read_manifest(self.directory)
+    try:
+      self.vocab_size = int(manifest["vocab_size"])
+      self._dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+      self.splits = {
+        name: [Shard(**shard) for shard in shards] for name, shards in manifest["splits"].items()
+      }
+      tokenizer_sha256 = manifest["tokenizer_sha256"]
+    except (KeyError, TypeError, AttributeError, ValueError) as e:
+      raise UserError(f"{self.directory / MANIFEST} is damaged ({e!r}){_AGAIN}") from e
+    self.tokenizer = Tokenizer.load(self.directory / TOKENIZER)
+    if self.tokenizer.sha256 != tokenizer_sha256:
+      raise UserError(
+        f"{self.directory / TOKENIZER} is not the tokenizer that made this store{_AGAIN}"
+      )
+
+  @property
+  def fingerprint(self) -> str:
+    """Names exactly these tokens in this order, wherever the store lies."""
+    shards = {k: [(s.sha256, s.documents_sha256) for s in v] for k, v in self.splits.items()}
+    identity = [FORMAT, self._dtype.name, self.tokenizer.sha256, sorted(shards.items())]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+
+  def split(self, name: str) -> Split:
+    if name not in self.splits:
+      raise UserError(
+        f"{self.directory} has no {name} split, only {', '.join(self.splits) or 'none'}"
+      )
+    return Split(self.directory, self.splits[name], self._dtype)
+
+  def verify(self) -> None:
+    """Reads everything and compares checksums."""
+    for name in self.splits:
+      self.split(name).verify()
+
+
+def _read_manifest(directory: epath.Path) -> dict[str, Any]:
+  path = directory / MANIFEST
+  try:
+    manifest = json.loads(path.read_bytes())
+  except FileNotFoundError as e:
+    raise UserError(
+      f"{directory} is not a finished token store: it has no {MANIFEST}; check the path, or "
+      "prepare the data again"
+    ) from e
+  except (OSError, ValueError) as e:
+    raise UserError(f"cannot read {path} ({e}){_AGAIN}") from e
+  if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    raise UserError(f"{path} is not of format {FORMAT}, the one this version reads{_AGAIN}")
+  return manifest

@@ -1,0 +1,103 @@
+"""SentencePiece, loaded or trained, with the special ids that packing needs."""
+
+import hashlib
+import io
+import re
+from collections.abc import Iterable, Sequence
+
+import sentencepiece
+from etils import epath
+
+from nanosam.errors import UsageError, UserError
+
+# Trainer input lines above this are skipped by SentencePiece; real lines stay far below it.
+_MAX_LINE_BYTES = 1 << 16
+
+
+class Tokenizer:
+  """A SentencePiece model that is known to have pad, bos and eos."""
+
+  def __init__(self, model_bytes: bytes, name: str = "the tokenizer"):
+    self.model_bytes = model_bytes
+    self.sha256 = hashlib.sha256(model_bytes).hexdigest()
+    try:
+      if not model_bytes:
+        raise ValueError("empty")
+      self._model = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
+    except (RuntimeError, ValueError) as e:
+      raise UserError(f"{name} is not a SentencePiece model; pass a .model file") from e
+    self.vocab_size: int = self._model.vocab_size()
+    self.pad_id: int = self._model.pad_id()
+    self.bos_id: int = self._model.bos_id()
+    self.eos_id: int = self._model.eos_id()
+    missing = [n for n in ("pad", "bos", "eos") if getattr(self, f"{n}_id") < 0]
+    if missing:
+      raise UsageError(
+        f"{name} has no {', '.join(missing)} token, which packing needs; "
+        "use a SentencePiece model trained with pad_id, bos_id and eos_id"
+      )
+
+  def __reduce__(self):  # The processor itself cannot be pickled.
+    return Tokenizer, (self.model_bytes,)
+
+  @classmethod
+  def load(cls, path: epath.PathLike) -> "Tokenizer":
+    try:
+      model_bytes = epath.Path(path).read_bytes()
+    except OSError as e:
+      raise UserError(f"cannot read the tokenizer {path}: {e.strerror or e}") from e
+    return cls(model_bytes, name=str(path))
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of the text alone, without bos and eos."""
+    return self._model.encode(text)
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    return self._model.encode(list(texts))
+
+  def decode(self, ids: Sequence[int]) -> str:
+    return self._model.decode([int(i) for i in ids])
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+  """Byte-pair encoding over the lines of `texts`; the same text gives the same model.
+
+  Nothing is normalised: spaces and indentation are pieces, and what the vocabulary lacks
+  (newlines among it) falls back to bytes, so decode(encode(text)) == text. The one exception is
+  U+2581, SentencePiece's own sign for a space.
+  """
+  lines = (line for text in texts for line in text.split("\n") if line and not line.isspace())
+  model = io.BytesIO()
+  try:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=lines,
+      model_writer=model,
+      model_type="bpe",
+      vocab_size=vocab_size,
+      pad_id=0,
+      eos_id=1,
+      bos_id=2,
+      unk_id=3,
+      byte_fallback=True,
+      normalization_rule_name="identity",
+      add_dummy_prefix=False,
+      remove_extra_whitespaces=False,
+      allow_whitespace_only_pieces=True,
+      max_sentence_length=_MAX_LINE_BYTES,
+      minloglevel=2,
+    )
+  except RuntimeError as e:
+    raise UsageError(f"cannot train a tokenizer of vocab_size={vocab_size}: {_reason(e)}") from e
+  return Tokenizer(model.getvalue())
+
+
+def _reason(error: RuntimeError) -> str:
+  """What SentencePiece's trainer objects to, in a user's words."""
+  message = str(error).strip()
+  if "sentences_.empty()" in message:
+    return "there is no text"
+  if most := re.search(r"too high .* value <= (\d+)", message):
+    return f"this text supports at most {most[1]}"
+  if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
+    return f"its characters and the byte pieces alone need {least[1]}"
+  return message

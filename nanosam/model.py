@@ -1,0 +1,173 @@
+"""Decoder-only Transformer: tokens to last hidden states.
+
+The unembedding is not part of it: `head.py` turns hidden states into a loss and its gradient
+without ever holding all logits. Dimensions: B batch, L length, D width, H heads, N layers, F inner
+width of the MLP, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from nanosam.sharding import STACKED, gathered, split_over_batch
+
+Params = Any
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  "gelu": jax.nn.gelu,
+  "relu": jax.nn.relu,
+}
+ATTENTIONS = ("plain", "xla", "cudnn")
+
+kernel_init = nn.initializers.xavier_uniform()
+embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  D: int
+  H: int
+  L: int
+  N: int
+  F: int
+  V: int
+  activation: str = "gelu"
+  tied: bool = True
+  dtype: Any = jnp.float32
+  remat: bool = False
+  scan_layers: bool = False
+  attention: str = "plain"
+
+  @property
+  def wide(self) -> Any:
+    """The type of softmax and of the residual stream: at least fp32, as in the reference."""
+    return jnp.promote_types(self.dtype, jnp.float32)
+
+
+class Linear(nn.Module):
+  """x[..., in] @ kernel[in, out], no bias."""
+
+  features: int
+  dtype: Any
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    kernel = self.param("kernel", kernel_init, (x.shape[-1], self.features))
+    return x.astype(self.dtype) @ gathered(kernel, self.dtype)
+
+
+def attend(
+  q_BxLxHxK: jax.Array,
+  k_BxLxHxK: jax.Array,
+  v_BxLxHxK: jax.Array,
+  segments_BxL: jax.Array | None,
+  cfg: ModelConfig,
+) -> jax.Array:
+  """Causal attention; with segments, no token sees another document."""
+  L = q_BxLxHxK.shape[1]
+  mask = jnp.tril(jnp.ones((1, 1, L, L), bool))
+  if segments_BxL is not None:
+    mask &= segments_BxL[:, None, :, None] == segments_BxL[:, None, None, :]
+  if cfg.attention != "plain":
+    causal = segments_BxL is None
+    return jax.nn.dot_product_attention(
+      q_BxLxHxK,
+      k_BxLxHxK,
+      v_BxLxHxK,
+      mask=None if causal else mask,
+      is_causal=causal,
+      implementation=cast(Literal["xla", "cudnn"], cfg.attention),
+    )
+  q_BxLxHxK = q_BxLxHxK / q_BxLxHxK.shape[-1] ** 0.5
+  att_BxHxLxL = jnp.einsum("bqhk,bthk->bhqt", q_BxLxHxK, k_BxLxHxK).astype(cfg.wide)
+  att_BxHxLxL = jnp.where(mask, att_BxHxLxL, jnp.finfo(cfg.wide).min)
+  att_BxHxLxL = jax.nn.softmax(att_BxHxLxL, axis=-1).astype(cfg.dtype)
+  return jnp.einsum("bhqt,bthk->bqhk", att_BxHxLxL, v_BxLxHxK)
+
+
+class Attention(nn.Module):
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_BxLxD: jax.Array, segments_BxL: jax.Array | None) -> jax.Array:
+    cfg = self.cfg
+    B, L, D = x_BxLxD.shape
+    q, k, v = (
+      Linear(D, cfg.dtype, name=name)(x_BxLxD).reshape(B, L, cfg.H, D // cfg.H)
+      for name in ("query", "key", "value")
+    )
+    out_BxLxD = attend(q, k, v, segments_BxL, cfg).reshape(B, L, D)
+    return Linear(D, cfg.dtype, name="out")(out_BxLxD)
+
+
+class Mlp(nn.Module):
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
+    x_BxLxF = Linear(self.cfg.F, self.cfg.dtype, name="up")(x_BxLxD)
+    x_BxLxF = ACTIVATIONS[self.cfg.activation](x_BxLxF)
+    return Linear(self.cfg.D, self.cfg.dtype, name="down")(x_BxLxF)
+
+
+def norm(cfg: ModelConfig, name: str) -> nn.LayerNorm:
+  return nn.LayerNorm(use_bias=False, dtype=cfg.dtype, name=name)
+
+
+class Block(nn.Module):
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_BxLxD: jax.Array, segments_BxL: jax.Array | None) -> tuple[jax.Array, None]:
+    x_BxLxD += Attention(self.cfg, name="attention")(norm(self.cfg, "norm1")(x_BxLxD), segments_BxL)
+    x_BxLxD += Mlp(self.cfg, name="mlp")(norm(self.cfg, "norm2")(x_BxLxD))
+    return split_over_batch(x_BxLxD), None  # (carry, no output): the form that scan wants
+
+
+class Transformer(nn.Module):
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(self, tokens_BxL: jax.Array, segments_BxL: jax.Array | None = None) -> jax.Array:
+    cfg = self.cfg
+    embed_VxD = self.param("embed", embed_init, (cfg.V, cfg.D))
+    pos_LxD = self.param("pos_embed", embed_init, (cfg.L, cfg.D))
+    if not cfg.tied:
+      self.param("unembed", embed_init, (cfg.V, cfg.D))  # used by the head alone
+
+    L = tokens_BxL.shape[1]
+    x_BxLxD = gathered(embed_VxD, cfg.dtype)[tokens_BxL].astype(cfg.wide)
+    x_BxLxD += gathered(pos_LxD, cfg.dtype)[None, :L].astype(cfg.wide)
+    x_BxLxD = split_over_batch(x_BxLxD)
+
+    # Inside a scan the loop already keeps XLA from merging the recomputation away.
+    block = nn.remat(Block, prevent_cse=not cfg.scan_layers) if cfg.remat else Block
+    if cfg.scan_layers:
+      stack = nn.scan(
+        block,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=nn.broadcast,
+        length=cfg.N,
+      )
+      x_BxLxD, _ = stack(cfg, name=STACKED)(x_BxLxD, segments_BxL)
+    else:
+      for i in range(cfg.N):
+        x_BxLxD, _ = block(cfg, name=f"layer_{i}")(x_BxLxD, segments_BxL)
+    return norm(cfg, "out_norm")(x_BxLxD)
+
+
+def unembedding(params: Params) -> jax.Array:
+  """The matrix V x D that the head multiplies by: the embedding itself unless untied."""
+  return params.get("unembed", params["embed"])
+
+
+def non_embedding_count(params: Params) -> int:
+  """Parameters in the layers' matrices: how the reference names its sizes."""
+  return sum(
+    x.size for path, x in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "kernel"
+  )

@@ -1,0 +1,93 @@
+"""Base optimizers: what turns a gradient into an update, whatever method made the gradient."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from absl import logging
+
+from nanosam.optim import schedules
+
+
+def _path(path) -> str:
+  return "/".join(str(getattr(key, "key", key)) for key in path)
+
+
+def _muon_axes(params: Any) -> Any:
+  """Muon orthogonalises the layers' matrices; embeddings and norms get Adam."""
+
+  def leaf(path, x):
+    if not _path(path).endswith("kernel"):
+      return None
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=x.ndim - 2, output_axis=x.ndim - 1)
+
+  return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def _muon(opt) -> optax.GradientTransformation:
+  # At learning rate 1 and without decay this is the bare direction; the sign is undone because
+  # the chain below applies the learning rate. consistent_rms lets it share AdamW's learning rate.
+  return optax.chain(
+    optax.contrib.muon(
+      1.0,
+      beta=opt.muon_beta,
+      adam_b1=opt.b1,
+      adam_b2=opt.b2,
+      eps=opt.eps,
+      consistent_rms=0.2,
+      muon_weight_dimension_numbers=_muon_axes,
+    ),
+    optax.scale(-1.0),
+  )
+
+
+def _adafactor(opt) -> optax.GradientTransformation:
+  return optax.chain(
+    optax.scale_by_factored_rms(decay_rate=opt.adafactor_decay),
+    optax.clip_by_block_rms(1.0),
+    optax.scale_by_param_block_rms(),
+  )
+
+
+BASES: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+  "adamw": lambda opt: optax.scale_by_adam(b1=opt.b1, b2=opt.b2, eps=opt.eps),
+  "sgd": lambda opt: optax.trace(opt.b1) if opt.b1 else optax.identity(),
+  "lion": lambda opt: optax.scale_by_lion(b1=opt.b1, b2=opt.b2),
+  "adafactor": _adafactor,
+  "muon": _muon,
+}
+
+
+def decay_mask(params: Any, pattern: str) -> Any:
+  """Which parameters decay: those whose path matches `pattern`."""
+  mask = jax.tree_util.tree_map_with_path(lambda p, _: bool(re.search(pattern, _path(p))), params)
+  kept = [_path(p) for p, hit in jax.tree_util.tree_leaves_with_path(mask) if not hit]
+  logging.info("weight decay leaves out: %s", ", ".join(kept) or "nothing")
+  return mask
+
+
+def learning_rate(opt) -> schedules.Schedule:
+  return schedules.learning_rate(
+    decay_type=opt.decay_type,
+    init=opt.init_learning_rate,
+    peak=opt.peak_learning_rate,
+    final=opt.final_learning_rate,
+    warmup_steps=opt.warmup_steps,
+    num_train_steps=opt.num_train_steps,
+    decay_fraction=opt.wsd_decay_fraction,
+  )
+
+
+def make_base(opt, params: Any) -> optax.GradientTransformation:
+  """Clipping, the optimizer's own direction, decoupled decay, learning rate: in this order."""
+  clip = [optax.clip_by_global_norm(opt.clip_by_global_norm)] if opt.clip_by_global_norm else []
+  decay = (
+    [optax.add_decayed_weights(opt.weight_decay, decay_mask(params, opt.weight_decay_params))]
+    if opt.weight_decay
+    else []
+  )
+  return optax.chain(
+    *clip, BASES[opt.base](opt), *decay, optax.scale_by_learning_rate(learning_rate(opt))
+  )

@@ -1,0 +1,50 @@
+"""Stopping on request: SIGTERM and ctrl-C ask for a save, a second ctrl-C leaves at once."""
+
+import os
+import signal
+import sys
+import threading
+
+
+class StopRequest:
+  """True once somebody asked the run to stop.
+
+  Python runs signal handlers between bytecodes of the main thread only, which may sit in the
+  compiler for minutes. The wakeup descriptor is written by the C handler itself, so a thread that
+  reads it notices at once.
+  """
+
+  def __init__(self) -> None:
+    self._asked = 0
+    self._read, self._write = os.pipe()
+    os.set_blocking(self._write, False)
+    self._previous = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGINT, signal.SIGTERM)}
+    self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+    threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+  def __bool__(self) -> bool:
+    return self._asked > 0
+
+  def _listen(self) -> None:
+    while byte := os.read(self._read, 1):
+      if byte[0] not in (signal.SIGINT, signal.SIGTERM):
+        continue
+      self._asked += 1
+      if self._asked == 1:
+        _say("stopping at the next step, after saving; ctrl-C again leaves at once without saving")
+      elif byte[0] == signal.SIGINT:
+        _say("left at once; the last checkpoint is what the same command resumes from")
+        os._exit(130)
+
+  def __enter__(self) -> "StopRequest":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    signal.set_wakeup_fd(self._previous_fd)
+    for s, handler in self._previous.items():
+      signal.signal(s, handler)
+    os.close(self._write)
+
+
+def _say(text: str) -> None:
+  print(f"\nnanosam: {text}", file=sys.stderr, flush=True)

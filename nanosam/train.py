@@ -1,0 +1,240 @@
+"""Pretrains a language model.
+
+python -m nanosam.train --config=configs/FILE.py[:k=v,...] [--config.KEY=VALUE ...]
+"""
+
+import dataclasses
+import os
+import pathlib
+from typing import NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+from absl import logging
+from clu import parameter_overview
+
+from nanosam import config as config_lib
+from nanosam import errors, flops, sharding
+from nanosam import workdir as workdir_lib
+from nanosam.checkpoint import Checkpoints
+from nanosam.data.pipeline import Source, default_cache_dir, open_source
+from nanosam.evaluate import Evaluator
+from nanosam.metrics import Cost, Meter
+from nanosam.model import non_embedding_count
+from nanosam.progress import Progress
+from nanosam.signals import StopRequest
+from nanosam.step import Trainer, TrainState
+from nanosam.writers import open_writers
+
+
+def main(argv: list[str]) -> None:
+  config = config_lib.from_command_line(argv)
+  with StopRequest() as stop:
+    train(config, stop)
+
+
+def train(c: ml_collections.ConfigDict, stop: StopRequest) -> None:
+  """Trains to the last step, from where the workdir stands; raises Interrupted if asked to stop."""
+  workdir = workdir_lib.create(c.workdir)
+  set_up_jax(c)
+  mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp)
+  config_lib.check_devices(c, sharding.shards(mesh))
+  source = open_source(c.data.source, vocab_size=c.data.vocab_size, cache_dir=c.data.cache_dir)
+  source.check_length(
+    L=c.model.L, batch_size=c.batch_size, steps=c.opt.num_train_steps, repeat=c.data.repeat
+  )
+  run = Run(c, workdir, source, Trainer(c, source.tokenizer.vocab_size, mesh), stop)
+  if run.finished():
+    run.say(f"{workdir} is finished: {run.at.step} steps, eval loss {run.at.last_eval_loss:.4f}")
+    return
+  run.start()
+  try:
+    run.loop()
+  finally:
+    run.close()
+  if not run.finished():
+    raise errors.Interrupted(f"stopped at step {run.at.step}; run the same command to resume")
+  run.say(f"finished: {workdir}")
+
+
+def set_up_jax(c: ml_collections.ConfigDict) -> None:
+  logging.set_verbosity(logging.FATAL)  # our dependencies log failures that we report ourselves
+  if c.compilation_cache != "off":
+    folder = c.compilation_cache or os.fspath(default_cache_dir() / "xla")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+class Pending(NamedTuple):
+  """A step under way on the device."""
+
+  step: int
+  metrics: dict[str, jax.Array]
+
+
+@dataclasses.dataclass
+class Position:
+  """Where a run stands; saved with every checkpoint."""
+
+  step: int = 0  # updates made
+  evaluated: int = 0  # step of the last evaluation
+  best_eval_loss: float | None = None
+  last_eval_loss: float | None = None
+
+
+class Run:
+  """One run in one workdir."""
+
+  def __init__(
+    self,
+    c: ml_collections.ConfigDict,
+    workdir: pathlib.Path,
+    source: Source,
+    trainer: Trainer,
+    stop: StopRequest,
+  ):
+    self.c, self.workdir, self.source, self.trainer, self.stop = c, workdir, source, trainer, stop
+    self.mesh = trainer.mesh
+    self.progress = Progress(c.opt.num_train_steps)
+    self.say = self.progress.note
+    self.stream = source.train_stream(
+      L=c.model.L,
+      batch_size=c.batch_size,
+      rows=sharding.local_rows(self.mesh, c.batch_size),
+      data_seed=c.data_seed,
+      repeat=c.data.repeat,
+      mask_documents=c.data.mask_documents,
+      workers=c.data.workers,
+      prefetch=c.data.prefetch,
+    )
+    self.checkpoints = Checkpoints(workdir, c.max_to_keep, say=self.say) if c.checkpoint else None
+    self.state, self.at, self.cost = self.restore_or_init()
+
+  def restore_or_init(self) -> tuple[TrainState, Position, Cost]:
+    if self.checkpoints and self.checkpoints.steps():
+      settings = config_lib.to_dict(self.c)
+      workdir_lib.check_unchanged(self.workdir, settings, self.c.allow_changed_keys)
+      if restored := self.checkpoints.restore_newest(self.trainer.abstract_state):
+        self.stream.restore(restored.run["data"])
+        self.say(f"resuming {self.workdir} at step {restored.step}")
+        return restored.state, Position(**restored.run["at"]), Cost(**restored.run["cost"])
+    return self.trainer.init(self.c.seed), Position(), Cost()
+
+  def start(self) -> None:
+    """Compiles the step and opens what the loop writes to."""
+    c = self.c
+    eval_rows = c.eval_steps * c.eval_batch_size
+    eval_set = self.source.validation(
+      L=c.model.L, rows=eval_rows, mask_documents=c.data.mask_documents
+    )
+    self.evaluator = Evaluator(self.trainer.net, eval_set, c.eval_batch_size, self.mesh)
+    devices = f"{self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
+    self.say(f"{c.opt.method} on {devices}; compiling the step")
+    traced = self.trainer.trace()
+    flops_per_step = flops.count(traced.jaxpr)
+    self.step_fn = traced.lower().compile()
+    params = self.trainer.abstract_params
+    facts = {
+      "parameters": int(parameter_overview.count_parameters(params)),
+      "non_embedding_parameters": non_embedding_count(params),
+      "flops_per_step": flops_per_step,
+      "data": self.source.fingerprint,
+      "eval_set": {
+        "sequences": len(eval_set.batch.inputs_BxL),
+        "documents": eval_set.documents,
+        "bytes": eval_set.bytes,
+      },
+    }
+    settings, env = config_lib.to_dict(c), workdir_lib.environment(**facts)
+    workdir_lib.write_config(self.workdir, settings, env)
+    overview = parameter_overview.get_parameter_overview(params, include_stats=False)
+    self.say(f"{overview}\n{flops_per_step:.3g} FLOPs a step")
+    self.writers = open_writers(
+      self.workdir,
+      config={**settings, workdir_lib.ENVIRONMENT: env},
+      run=c.wandb,
+      wandb=c.wandb.mode,
+      tensorboard=c.tensorboard,
+      resume_step=self.at.step or None,
+      say=self.say,
+    )
+    peak = flops.peak_flops(self.mesh.devices.flat[0].device_kind)
+    self.meter = Meter(self.cost, flops_per_step, peak * self.mesh.size if peak else None)
+
+  def finished(self) -> bool:
+    return self.at.step == self.c.opt.num_train_steps
+
+  def due(self, every: int) -> bool:
+    return self.at.step > 0 and (self.at.step % every == 0 or self.finished())
+
+  def loop(self) -> None:
+    pending: Pending | None = None
+    while True:
+      evaluate = self.due(self.c.eval_every_steps) and self.at.evaluated != self.at.step
+      save = self.due(self.c.checkpoint_every_steps) or self.stop
+      if pending and (evaluate or save):
+        self.log(pending)
+        pending = None
+      with self.meter.paused():
+        if evaluate:
+          self.evaluate()
+        if save:
+          self.save()
+      if self.finished() or self.stop:
+        return
+      with self.meter.waiting_for_data():
+        batch = next(self.stream)
+      self.state, metrics = self.step_fn(self.state, sharding.to_devices(batch, self.mesh))
+      self.at.step += 1
+      if pending:
+        self.log(pending)  # of the step before: the device is busy while the host reads
+      pending = Pending(self.at.step, metrics)
+
+  def log(self, pending: Pending) -> None:
+    step, metrics = pending.step, jax.device_get(pending.metrics)
+    self.meter.step(tokens=int(metrics.pop("tokens")))
+    if step % self.c.log_every_steps == 0 or step in (1, self.c.opt.num_train_steps):
+      values = {**metrics, **self.meter.read()}
+      self.writers.write(step, values)
+      self.progress.update(
+        step, loss=metrics["train/loss"], tokens_per_sec=values["perf/tokens_per_sec"]
+      )
+
+  def evaluate(self) -> None:
+    evaluation = self.evaluator(self.state.params, stop=self.stop)
+    if evaluation is None:  # interrupted: the same command evaluates at this step first
+      return
+    at = self.at
+    at.evaluated, at.last_eval_loss = at.step, evaluation.loss
+    at.best_eval_loss = min(at.best_eval_loss or evaluation.loss, evaluation.loss)
+    self.writers.write(at.step, {**evaluation.metrics(), **dataclasses.asdict(self.meter.cost)})
+    evaluation.save(self.workdir / "eval_sequences.npz", at.step)
+    self.say(f"step {at.step}  {evaluation}")
+
+  def save(self) -> None:
+    if self.checkpoints is None or self.at.step in (0, *self.checkpoints.steps()):
+      return
+    self.checkpoints.save(
+      self.at.step,
+      self.state,
+      run={
+        "at": dataclasses.asdict(self.at),
+        "cost": dataclasses.asdict(self.meter.cost),
+        "data": self.stream.state(),
+      },
+      eval_loss=self.at.last_eval_loss if self.at.evaluated == self.at.step else None,
+    )
+
+  def close(self) -> None:
+    self.stream.close()
+    if self.checkpoints:
+      self.checkpoints.wait()
+      self.checkpoints.close()
+    self.writers.summary({"best_eval_loss": self.at.best_eval_loss or np.nan})
+    self.writers.close()
+    self.progress.close()
+
+
+if __name__ == "__main__":
+  errors.run(main)

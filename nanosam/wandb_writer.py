@@ -1,0 +1,256 @@
+"""W&B in a process of its own, fed through a pipe.
+
+Inside the training process wandb would replace sys.exit, hold the exit with its own hooks while it
+uploads, and take the interpreter lock when imported. A child has none of these effects, survives
+the kill of its parent long enough to save what it was given, and can be killed when it hangs.
+
+This file is also the child's program, so it imports nothing beyond the standard library at the top.
+"""
+
+import json
+import os
+import pathlib
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+RUN_ID_FILE = "wandb_run_id"
+X_AXES = ("step", "tokens", "compute", "time")
+
+
+class WandbProcess:
+  """The training process's end of the pipe. Its calls may block: wrap it in Background."""
+
+  def __init__(
+    self,
+    workdir: str | os.PathLike[str],
+    *,
+    mode: str,
+    config: dict[str, Any],
+    run: Mapping[str, Any],
+    say: Callable[[str], None],
+    close_timeout: float,
+  ):
+    workdir = pathlib.Path(workdir).resolve()
+    (workdir / "wandb").mkdir(parents=True, exist_ok=True)
+    self._error = ""
+    with open(workdir / "wandb" / "nanosam.log", "ab") as log:
+      # Unbuffered: a buffer's lock, held by a daemon thread, can crash the interpreter's exit.
+      # -P: the modules beside this file must not hide others of the same name.
+      self._process = subprocess.Popen(
+        [sys.executable, "-P", __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        bufsize=0,
+        start_new_session=True,
+      )  # ctrl-C is not for the child
+    self._relay = threading.Thread(target=self._relay_messages, args=(say,), daemon=True)
+    self._relay.start()
+    self._send(
+      workdir=str(workdir),
+      mode=mode,
+      config=config,
+      run=dict(run),
+      argv=sys.argv,
+      run_id=_run_id(workdir),
+      parent=os.getpid(),
+      linger=close_timeout,
+    )
+
+  def _relay_messages(self, say: Callable[[str], None]) -> None:
+    assert self._process.stdout
+    for line in self._process.stdout:
+      message = json.loads(line)
+      self._error = message.get("error", self._error)
+      if "say" in message:
+        say(message["say"])
+
+  def _send(self, **message: Any) -> None:
+    data = memoryview(json.dumps(message, default=str).encode() + b"\n")
+    assert self._process.stdin
+    try:
+      while data:
+        data = data[self._process.stdin.write(data) :]
+    except BrokenPipeError:
+      self._relay.join(1.0)
+      raise RuntimeError(self._error or "its process ended") from None
+
+  def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
+    self._send(write={**values, "step": step})
+
+  def summary(self, values: Mapping[str, float]) -> None:
+    self._send(summary=dict(values))
+
+  def close(self) -> None:
+    self._send(close=True)
+    assert self._process.stdin
+    self._process.stdin.close()
+    if self._process.wait() != 0:
+      self._relay.join(1.0)
+      raise RuntimeError(self._error or "its process ended early")
+
+  def kill(self) -> None:
+    """Ends a child that hangs; what it wrote to disk stays, for `wandb sync`."""
+    self._process.kill()
+
+
+def _run_id(workdir: pathlib.Path) -> str:
+  """The same id at every start of this workdir, so that a restart continues the same curves."""
+  path = workdir / RUN_ID_FILE
+  if path.exists() and (run_id := path.read_text().strip()):
+    return run_id
+  run_id = secrets.token_hex(4)
+  temporary = path.with_name(path.name + ".tmp")
+  temporary.write_text(run_id + "\n")
+  os.replace(temporary, path)
+  return run_id
+
+
+# --- from here on: the child ---
+
+
+class _RowCounter:
+  """W&B's own step: the number of the next row, kept on disk.
+
+  W&B drops rows whose own step does not grow, so that step must not be the training step, which
+  goes back when a run resumes from a checkpoint. And it must go on across restarts: offline, each
+  start leaves a folder, and all of them are uploaded into one run later.
+  """
+
+  def __init__(self, path: pathlib.Path):
+    self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    text = os.pread(self._fd, 32, 0).strip()
+    self.next = int(text) if text.isdigit() else 0
+
+  def advance(self) -> None:
+    self.next += 1
+    os.pwrite(self._fd, b"%020d\n" % self.next, 0)
+
+
+def _choose_mode(wandb: Any, mode: str) -> str:
+  """auto: what WANDB_MODE says, else online if W&B finds credentials, without asking or network."""
+  if mode != "auto":
+    return mode
+  if chosen := os.environ.get("WANDB_MODE"):
+    return chosen
+  from wandb.sdk.lib import wbauth  # W&B's own order: environment, netrc, settings
+
+  host = wandb.setup().settings.base_url
+  auth = wbauth.authenticate_session(
+    host=host, source="nanosam", prompt=False, update_session=False
+  )
+  return "online" if auth else "offline"
+
+
+def _start_run(wandb: Any, spec: dict[str, Any], say: Callable[[str], None]) -> Any:
+  settings = wandb.Settings(
+    console="off",
+    use_dot_wandb=False,
+    x_stats_pid=spec["parent"],
+    init_timeout=spec["linger"] / 2,  # a run that ends at once still has time to go offline
+    stop_fn=lambda: say("W&B asks to stop this run; ignored: stop it with ctrl-C"),
+  )
+  keys = ("name", "group", "tags", "job_type", "project", "entity")
+  options = {key: spec["run"].get(key) or None for key in keys}
+
+  def init(mode: str) -> Any:
+    return wandb.init(
+      dir=spec["workdir"],
+      id=spec["run_id"],
+      resume="allow",
+      mode=mode,
+      config=spec["config"],
+      settings=settings,
+      **options,
+    )
+
+  try:
+    mode = _choose_mode(wandb, spec["mode"])
+    run = init(mode)
+  except Exception as e:
+    traceback.print_exc()
+    say(f"W&B cannot be reached ({_first_line(e)}); recording offline")
+    wandb.teardown()  # the service still holds the run id
+    mode = "offline"
+    run = init(mode)
+  say(
+    f"W&B: {run.url}"
+    if mode == "online"
+    else f"W&B: offline; upload with `wandb sync {spec['workdir']}/wandb/*run-*`"
+  )
+  return run
+
+
+def _define_axes(run: Any) -> None:
+  for axis in X_AXES:
+    run.define_metric(axis)
+  run.define_metric("*", step_metric="step")
+  run.define_metric("eval/loss", step_metric="step", summary="min,last")
+
+
+def _first_line(e: BaseException) -> str:
+  return str(e).strip().split("\n")[0] or type(e).__name__
+
+
+def _serve(messages: Any, say: Callable[[str], None]) -> None:
+  spec = json.loads(next(messages))
+  sys.argv = spec["argv"]  # what W&B shows as the command is the training command
+  threading.Thread(target=_leave_after_parent, args=(spec,), daemon=True).start()
+  import wandb
+
+  run = _start_run(wandb, spec, say)
+  _define_axes(run)
+  rows = _RowCounter(pathlib.Path(spec["workdir"]) / "wandb" / "next_row")
+  rows.next = max(rows.next, run.step)
+  exit_code = 1  # unless the parent says close, it died
+  for line in messages:
+    if not line.endswith(b"\n"):
+      break  # the parent died in the middle of it
+    message = json.loads(line)
+    if "write" in message:
+      run.log(message["write"], step=rows.next, commit=True)
+      rows.advance()
+    elif "summary" in message:
+      run.summary.update(message["summary"])
+    else:
+      exit_code = 0
+  run.finish(exit_code=exit_code)
+
+
+def _leave_after_parent(spec: dict[str, Any]) -> None:
+  """A child that hangs must not outlive a parent that can no longer kill it."""
+  while os.getppid() == spec["parent"]:
+    time.sleep(0.5)
+  time.sleep(spec["linger"])
+  os._exit(1)
+
+
+def _main() -> None:
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent decides when to end
+  status = os.dup(1)
+  os.dup2(2, 1)  # whatever prints goes to the log; `status` carries messages only
+
+  def tell(**message: str) -> None:
+    try:
+      os.write(status, json.dumps(message).encode() + b"\n")
+    except OSError:  # the parent is gone
+      pass
+
+  try:
+    _serve(iter(sys.stdin.buffer.readline, b""), lambda text: tell(say=text))
+  except BaseException as e:
+    traceback.print_exc()
+    tell(error=_first_line(e))
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+  _main()

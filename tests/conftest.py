@@ -1,0 +1,53 @@
+"""Every test sees eight CPU devices; meshes take as many of them as they want."""
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from nanosam import config as config_lib
+from nanosam.data.batch import Batch
+
+
+@pytest.fixture(autouse=True)
+def strict_shapes():
+  with jax.numpy_rank_promotion("raise"):
+    yield
+
+
+@pytest.fixture
+def x64():
+  with jax.enable_x64(True):
+    yield
+
+
+@pytest.fixture
+def tiny_config(tmp_path):
+  """Small enough to compile in a second, with every part in use."""
+  c = config_lib.default(size="mini")
+  c.workdir = str(tmp_path / "run")
+  c.model.update(D=16, H=2, L=12, N=2, dtype="float32")
+  c.batch_size = 8
+  c.head.chunk = 5
+  c.opt.num_train_steps = 8
+  c.opt.warmup_steps = 2
+  c.opt.peak_learning_rate = 1e-2
+  return c
+
+
+def random_batch(seed: int, B: int, L: int, V: int, padded: bool = True) -> Batch:
+  """Rows of unequal token counts, as padding makes them."""
+  key_x, key_y, key_w = jax.random.split(jax.random.key(seed), 3)
+  lengths_Bx1 = jax.random.randint(key_w, (B, 1), 1, L + 1)
+  full_BxL = jnp.ones((B, L), jnp.float32)
+  weights_BxL = (jnp.arange(L)[None, :] < lengths_Bx1).astype(jnp.float32)
+  return Batch(
+    jax.random.randint(key_x, (B, L), 0, V, jnp.int32),
+    jax.random.randint(key_y, (B, L), 0, V, jnp.int32),
+    weights_BxL if padded else full_BxL,
+    None,
+  )

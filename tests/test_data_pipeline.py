@@ -1,0 +1,274 @@
+"""A batch is a function of (data_seed, step); every token is predicted once; eval is exact."""
+
+import collections
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from nanosam.data.pipeline import default_cache_dir, open_source
+from nanosam.data.store import StoreReader, StoreWriter
+from nanosam.data.tokenizer import train_tokenizer
+from nanosam.errors import UsageError, UserError
+
+L, B = 16, 8
+DOCUMENTS = [f"Document {i} says: {'word ' * (i % 7)}and café {i * i}.\n" for i in range(90)]
+TRAIN, VALIDATION = DOCUMENTS[:69], DOCUMENTS[69:]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+  path = tmp_path_factory.mktemp("store") / "tiny"
+  tokenizer = train_tokenizer(DOCUMENTS, 320)
+  writer = StoreWriter(path, tokenizer)
+
+  def shard(split, number, texts):
+    documents = [(tokenizer.encode(t), len(t.encode())) for t in texts]
+    return writer.write_shard(split, number, documents)
+
+  # Borders in the middle of rows: a batch must not care.
+  train = [shard("train", i, t) for i, t in enumerate((TRAIN[:20], TRAIN[20:21], TRAIN[21:]))]
+  writer.finish({"train": train, "validation": [shard("validation", 0, VALIDATION)]})
+  return path
+
+
+@pytest.fixture(scope="module")
+def source(directory):
+  return open_source(f"tokens:{directory}", vocab_size=0, cache_dir="")
+
+
+@pytest.fixture(scope="module")
+def tokens(directory):
+  split = StoreReader(directory).split("train")
+  tokens = split.read(0, split.num_tokens).astype(np.int32)
+  assert (len(tokens) - 1) % L, "the last row must need padding"
+  return tokens
+
+
+def stream(source, **changes):
+  arguments = {
+    "L": L,
+    "batch_size": B,
+    "rows": range(B),
+    "data_seed": 0,
+    "repeat": True,
+    "mask_documents": False,
+    "workers": 0,
+    "prefetch": 2,
+  }
+  return source.train_stream(**{**arguments, **changes})
+
+
+def take(source, steps, **changes):
+  s = stream(source, **changes)
+  try:
+    return list(itertools.islice(s, steps))
+  finally:
+    s.close()
+
+
+def assert_same(a, b):
+  assert len(a) == len(b)
+  for x, y in zip(a, b, strict=True):
+    for field, p, q in zip(x._fields, x, y, strict=True):
+      assert (p is None) == (q is None), field
+      np.testing.assert_array_equal(p, q, err_msg=field)
+
+
+def rows_per_epoch(tokens):
+  return -(-(len(tokens) - 1) // L)
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_hosts_together_make_the_same_batch(source, hosts):
+  whole = take(source, 30, mask_documents=True)
+  n = B // hosts
+  parts = [
+    take(source, 30, rows=range(h * n, h * n + n), mask_documents=True) for h in range(hosts)
+  ]
+  joined = [
+    type(whole[0])(*(np.concatenate(field) for field in zip(*batches, strict=True)))
+    for batches in zip(*parts, strict=True)
+  ]
+  assert_same(joined, whole)
+
+
+def test_workers_and_prefetch_do_not_matter(source):
+  plain = take(source, 9, prefetch=0)
+  assert_same(take(source, 9, prefetch=5), plain)
+  assert_same(take(source, 9, workers=2), plain)
+
+
+def test_restored_stream_continues_exactly(source):
+  whole = take(source, 40)
+  first = stream(source)
+  for _ in range(23):
+    next(first)
+  state = json.loads(json.dumps(first.state()))
+  assert_same(list(itertools.islice(first, 5)), whole[23:28])
+  second = stream(source, prefetch=7)
+  next(second)  # Restoring also works after it has begun to read ahead.
+  second.restore(state)
+  assert second.state() == state
+  assert_same(list(itertools.islice(second, 17)), whole[23:])
+  second.restore({**state, "step": 0})
+  assert_same([next(second)], whole[:1])
+  for s in (first, second):
+    s.close()
+
+
+def test_restoring_other_data_is_refused(source):
+  s = stream(source)
+  with pytest.raises(UserError, match="made with data 0123"):
+    s.restore({**s.state(), "fingerprint": "0123"})
+
+
+def test_rows_are_what_the_stream_holds(source, tokens):
+  rows = {tuple(tokens[i : i + L + 1]) for i in range(0, len(tokens), L)}
+  for batch in take(source, 5):
+    assert {x.dtype for x in batch[:2]} == {np.dtype("int32")}
+    assert batch.weights_BxL.dtype == np.float32
+    assert batch.segments_BxL is None
+    np.testing.assert_array_equal(batch.inputs_BxL[:, 1:], batch.targets_BxL[:, :-1])
+    for inputs, targets, weights in zip(*batch[:3], strict=True):
+      row = (*inputs.tolist(), targets[-1])
+      assert row in rows or weights.min() == 0
+
+
+def test_each_token_is_predicted_once_per_epoch(source, tokens):
+  # Batches of one row end with the epoch exactly.
+  num_rows = rows_per_epoch(tokens)
+  batches = take(source, 2 * num_rows, batch_size=1, rows=range(1))
+  for epoch in (batches[:num_rows], batches[num_rows:]):
+    seen = collections.Counter()
+    for batch in epoch:
+      pairs = zip(batch.inputs_BxL[0], batch.targets_BxL[0], strict=True)
+      seen.update(p for p, w in zip(pairs, batch.weights_BxL[0], strict=True) if w)
+    assert seen == collections.Counter(itertools.pairwise(tokens))
+
+
+def test_seeds_and_epochs_have_orders_of_their_own(source, tokens):
+  num_rows = rows_per_epoch(tokens)
+
+  def order(seed, epoch):
+    batches = take(source, 3 * num_rows, batch_size=1, rows=range(1), data_seed=seed)
+    return [b.inputs_BxL.tobytes() for b in batches[epoch * num_rows :][:num_rows]]
+
+  orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)]
+  assert len({tuple(o) for o in orders}) == len(orders)
+  assert all(sorted(o) == sorted(orders[0]) for o in orders)
+  in_file_order = [tokens[i : i + L].tobytes() for i in range(0, (num_rows - 1) * L, L)]
+  assert orders[0][: num_rows - 1] != in_file_order
+
+
+def test_a_batch_spans_the_end_of_an_epoch(source, tokens):
+  num_rows = rows_per_epoch(tokens)
+  assert num_rows % B, "the fixture must leave an incomplete batch"
+  steps = num_rows // B + 2
+  single = take(source, steps * B, batch_size=1, rows=range(1))
+  batches = take(source, steps)
+  rows = np.concatenate([b.inputs_BxL for b in batches])
+  np.testing.assert_array_equal(rows, np.concatenate([b.inputs_BxL for b in single]))
+
+
+def test_epoch_counts_passes(source, tokens):
+  s = stream(source)
+  assert s.epoch() == 0
+  next(s)
+  assert s.epoch() == pytest.approx(B / rows_per_epoch(tokens))
+  s.restore({**s.state(), "step": 1000})
+  assert s.epoch() == pytest.approx(1000 * B / rows_per_epoch(tokens))
+
+
+def test_running_out_of_data(source, tokens):
+  steps = rows_per_epoch(tokens) // B
+  source.check_length(L=L, batch_size=B, steps=steps, repeat=False)
+  source.check_length(L=L, batch_size=B, steps=10**6, repeat=True)
+  with pytest.raises(UserError, match=rf"{len(tokens)} tokens.*{(steps + 1) * B * L} tokens"):
+    source.check_length(L=L, batch_size=B, steps=steps + 1, repeat=False)
+  s = stream(source, repeat=False)
+  assert_same([next(s) for _ in range(steps)], take(source, steps))
+  with pytest.raises(UserError, match=f"ends after {steps} steps"):
+    next(s)
+  s.close()
+
+
+def test_documents_masked_from_each_other(source):
+  bos = source.tokenizer.bos_id
+  borders = 0
+  for batch in take(source, 20, mask_documents=True):
+    for inputs, targets, weights, segments in zip(*batch, strict=True):
+      document = 1
+      for i, (token, target) in enumerate(zip(inputs, targets, strict=True)):
+        document += i > 0 and token == bos
+        if segments[i]:  # 0 is padding
+          assert segments[i] == document
+          assert weights[i] == (target != bos)
+        else:
+          assert weights[i] == 0
+      borders += document - 1
+  assert borders > 20
+
+
+def test_rows_outside_the_batch_are_a_mistake(source):
+  for rows in (range(0), range(4, B + 1), range(0, B, 2)):
+    with pytest.raises(ValueError, match="not rows"):
+      stream(source, rows=rows)
+
+
+@pytest.mark.parametrize("rows", [6, 11, 1000])
+def test_validation_is_a_prefix_of_whole_documents(source, rows):
+  tokenizer = source.tokenizer
+  expected, documents = [], 0
+  for text in VALIDATION:
+    longer = [*expected, tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+    if len(longer) - 1 > rows * L:
+      break
+    expected, documents = longer, documents + 1
+  found = source.validation(L=L, rows=rows, mask_documents=False)
+  batch = found.batch
+  assert found.documents == documents > 0
+  assert found.bytes == sum(len(t.encode()) for t in VALIDATION[:documents])
+  assert found.bytes > sum(len(t) for t in VALIDATION[:documents])  # bytes, not characters
+  assert len(batch.inputs_BxL) == -(-(len(expected) - 1) // L) <= rows
+  real = batch.weights_BxL.ravel() > 0
+  assert real.sum() == len(expected) - 1
+  assert batch.inputs_BxL.ravel()[real].tolist() == expected[:-1]
+  assert batch.targets_BxL.ravel()[real].tolist() == expected[1:]
+  assert (batch.targets_BxL.ravel()[~real] == tokenizer.pad_id).all()
+  text = "".join(tokenizer.decode(batch.targets_BxL.ravel()[real]))
+  assert text == "".join(VALIDATION[:documents])
+
+
+def test_validation_masks_documents(source):
+  plain = source.validation(L=L, rows=1000, mask_documents=False)
+  masked = source.validation(L=L, rows=1000, mask_documents=True)
+  assert (masked.bytes, masked.documents) == (plain.bytes, plain.documents)
+  lost = plain.batch.weights_BxL.sum() - masked.batch.weights_BxL.sum()
+  assert lost == masked.documents - 1  # Only the bos of each later document.
+  assert masked.batch.segments_BxL.ravel()[-1] == 0 or masked.batch.weights_BxL.ravel()[-1] == 1
+
+
+def test_validation_set_too_small_for_a_document(source):
+  with pytest.raises(UserError, match="hold no validation document"):
+    source.validation(L=4, rows=1, mask_documents=False)
+
+
+@pytest.mark.parametrize("name", ["c4", "tokens:", "embedded:x", ""])
+def test_unknown_source_lists_the_known(name):
+  with pytest.raises(UsageError, match=r"'embedded' and 'tokens:DIR'"):
+    open_source(name, vocab_size=512, cache_dir="")
+
+
+def test_source_that_is_no_store_is_named(tmp_path):
+  with pytest.raises(UserError, match=str(tmp_path)):
+    open_source(f"tokens:{tmp_path}", vocab_size=0, cache_dir="")
+
+
+def test_cache_directory(monkeypatch, tmp_path):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+  monkeypatch.delenv("NANOSAM_CACHE", raising=False)
+  assert default_cache_dir() == tmp_path / "xdg" / "nanosam"
+  monkeypatch.setenv("NANOSAM_CACHE", str(tmp_path / "own"))
+  assert default_cache_dir() == tmp_path / "own"
