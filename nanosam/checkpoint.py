@@ -1,9 +1,21 @@
 """Checkpoints: the state, where the data stands, and what the run has cost so far."""
 
+import contextlib
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import logging
+import math
 import os
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
@@ -11,7 +23,12 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 from nanosam.errors import UserError
 
 FOLDER = "checkpoints"
+ASIDE = "unreadable_checkpoints"
 EVAL_LOSS = "eval/loss"
+
+
+class Damaged(Exception):
+  """What was read is not what was saved."""
 
 
 class Restored(NamedTuple):
@@ -32,31 +49,49 @@ class Checkpoints:
   ):
     self._folder = epath.Path(workdir).absolute() / FOLDER
     self._max_to_keep, self._read_only, self._say = max_to_keep, read_only, say
+    _mute_stragglers()
     self._manager = self._open()
 
   def _open(self) -> ocp.CheckpointManager:
-    def loss(metrics):
-      return metrics[EVAL_LOSS]
-
     keep = policy.AnyPreservationPolicy(
       [
         policy.LatestN(self._max_to_keep),
-        policy.BestN(get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False),
+        policy.BestN(
+          get_metric_fn=_eval_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
+        ),
       ]
     )
-    return ocp.CheckpointManager(
-      self._folder,
-      options=ocp.CheckpointManagerOptions(
-        best_fn=loss,
-        best_mode="min",
-        preservation_policy=keep,
-        read_only=self._read_only,
-        create=not self._read_only,
-      ),
+    options = ocp.CheckpointManagerOptions(
+      best_fn=_eval_loss,
+      best_mode="min",
+      preservation_policy=keep,
+      read_only=self._read_only,
+      create=not self._read_only,
+      cleanup_tmp_directories=not self._read_only,  # of a run that died while saving
     )
+    try:
+      return ocp.CheckpointManager(self._folder, options=options)
+    except OSError as e:
+      raise UserError(
+        f"cannot use the checkpoint folder {self._folder}: {e.strerror or e}; fix or move it"
+      ) from e
+    except ValueError as e:  # orbax reads every eval loss at once, and one cannot be read
+      broken = [
+        step for step in self.found() if not _has_readable_metrics(self._folder / str(step))
+      ]
+      if not broken or self._read_only:
+        raise UserError(f"cannot read the checkpoints {broken} in {self._folder}: {e}") from e
+      self._move_aside(broken)
+      return self._open()
 
   def steps(self) -> list[int]:
     return sorted(self._manager.all_steps())
+
+  def found(self) -> list[int]:
+    """Steps of the finished checkpoints on disk, without opening any."""
+    if not self._folder.is_dir():
+      return []
+    return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
 
   def best_step(self) -> int | None:
     return self._manager.best_step() if self.steps() else None
@@ -64,84 +99,195 @@ class Checkpoints:
   def save(self, step: int, state: Any, run: dict[str, Any], eval_loss: float | None) -> None:
     """Returns once the state is off the devices; `check` and `wait` report what went wrong."""
     metrics = None if eval_loss is None else {EVAL_LOSS: eval_loss}
-    args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
-    with _Trouble(self, step):
+    args = ocp.args.Composite(
+      state=ocp.args.PyTreeSave(state), run=ocp.args.JsonSave(_seal(run, checksums(state)))
+    )
+    with self._trouble():
       self._manager.save(step, args=args, metrics=metrics, force=True)
 
   def check(self) -> None:
-    with _Trouble(self, None):
+    """Raises if a save has failed in the background."""
+    with self._trouble():
       self._manager.check_for_errors()
 
   def wait(self) -> None:
-    with _Trouble(self, None):
+    with self._trouble():
       self._manager.wait_until_finished()
 
   def restore(self, abstract_state: Any, step: int) -> Restored:
-    args = ocp.args.Composite(
-      state=ocp.args.StandardRestore(abstract_state), run=ocp.args.JsonRestore()
-    )
+    args = ocp.args.Composite(state=_arrays(abstract_state), run=ocp.args.JsonRestore())
     restored = self._manager.restore(step, args=args)
-    return Restored(step, restored["state"], restored["run"])
+    run, wanted = _unseal(restored["run"])
+    _compare(checksums(restored["state"]), wanted)
+    return Restored(step, restored["state"], run)
 
-  def run_at(self, step: int) -> dict[str, Any]:
-    """What was saved beside the state, without reading the state."""
-    return self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+  def restore_params(self, abstract_params: Any, step: int) -> Any:
+    """The parameters alone: what the optimizer keeps is not read."""
+    args = ocp.args.Composite(
+      state=_arrays({"params": abstract_params}, partial=True), run=ocp.args.JsonRestore()
+    )
+    try:
+      restored = self._manager.restore(step, args=args)
+      _compare(checksums(restored["state"]), _unseal(restored["run"])[1])
+    except Exception as e:
+      others = [s for s in self.steps() if s != step]
+      raise UserError(
+        f"checkpoint {step} in {self._folder} cannot be read ({_reason(e)}); "
+        f"there {'are also' if others else 'is no other'} {', '.join(map(str, others))}"
+      ) from e
+    return restored["state"]["params"]
 
   def restore_newest(self, abstract_state: Any) -> Restored | None:
     """The newest checkpoint that can be read; unreadable ones are set aside, not deleted."""
-    unreadable = []
+    unreadable: dict[int, str] = {}
     for step in reversed(self.steps()):
       try:
         found = self.restore(abstract_state, step)
       except Exception as e:  # orbax and tensorstore raise whatever fits; all mean the same here
-        unreadable.append(step)
-        self._say(f"checkpoint {step} cannot be read ({_first_line(e)}); trying the one before")
+        unreadable[step] = _reason(e)
+        self._say(f"checkpoint {step} cannot be read ({unreadable[step]}); trying the one before")
         continue
-      self._set_aside(unreadable)
+      self._set_aside(list(unreadable))
       return found
     if unreadable:
+      newest, reason = next(iter(unreadable.items()))
       raise UserError(
-        f"none of the checkpoints {unreadable} in {self._folder} can be read; "
-        "move that folder away to start over"
+        f"none of the checkpoints {sorted(unreadable)} in {self._folder} can be read "
+        f"({newest}: {reason}); move that folder away to start over"
       )
     return None
 
   def _set_aside(self, steps: list[int]) -> None:
-    for step in steps:
-      aside = self._folder.parent / "unreadable_checkpoints"
-      aside.mkdir(exist_ok=True)
-      (self._folder / str(step)).rename(aside / str(step))
-      self._say(f"moved unreadable checkpoint {step} to {aside}")
     if steps:
       self._manager.close()
+      self._move_aside(steps)
       self._manager = self._open()
 
+  def _move_aside(self, steps: list[int]) -> None:
+    aside = self._folder.parent / ASIDE
+    aside.mkdir(exist_ok=True)
+    for step in steps:
+      names = itertools.chain([str(step)], (f"{step}.{n}" for n in itertools.count(1)))
+      target = next(aside / name for name in names if not (aside / name).exists())
+      (self._folder / str(step)).rename(target)
+      self._say(f"moved unreadable checkpoint {step} to {target}")
+
   def close(self) -> None:
-    self._manager.close()
+    with self._trouble():
+      self._manager.close()
+
+  @contextlib.contextmanager
+  def _trouble(self) -> Iterator[None]:
+    """Turns a failed save into one line that says what is still good."""
+    try:
+      yield
+    except Exception as e:
+      good = self.found()
+      last = f"the last good one is of step {good[-1]}" if good else "there is no good one yet"
+      raise UserError(
+        f"could not save a checkpoint in {self._folder}: {_reason(e)}; {last}. "
+        "Free some space or fix the folder, then run the same command to resume"
+      ) from e
 
 
-class _Trouble:
-  """Turns a failed save into one line that says what is still good."""
+def _eval_loss(metrics: dict[str, float]) -> float:
+  loss = metrics.get(EVAL_LOSS, math.inf)
+  return math.inf if math.isnan(loss) else loss
 
-  def __init__(self, checkpoints: Checkpoints, step: int | None):
-    self._checkpoints, self._step = checkpoints, step
 
-  def __enter__(self) -> None:
+def _has_readable_metrics(checkpoint: epath.Path) -> bool:
+  file = checkpoint / "metrics" / "metrics"
+  try:
+    return not file.exists() or isinstance(json.loads(file.read_text()), dict)
+  except ValueError:
+    return False
+
+
+def _arrays(target: Any, partial: bool = False) -> ocp.args.PyTreeRestore:
+  """Arrays of the shapes, types and shardings of `target`, whatever they were saved with."""
+  return ocp.args.PyTreeRestore(
+    item=target,
+    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+    partial_restore=partial,
+  )
+
+
+# Tensorstore reads a damaged chunk without complaint. So every array has a checksum of its bits:
+# computed where the array lives, and the same for any sharding.
+
+
+def checksums(tree: Any) -> dict[str, int]:
+  """One number for each array, under its path."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+  names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+  return dict(zip(names, map(int, jax.device_get(_sums([x for _, x in leaves]))), strict=True))
+
+
+@jax.jit
+def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
+  return [_weighted_sum_of_bits(x) for x in arrays]
+
+
+def _weighted_sum_of_bits(x: jax.Array) -> jax.Array:
+  """Modulo 2^32, with odd weights: no change of one element goes unnoticed, nor of the order."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  if x.dtype == bool:
+    x = x.astype(jnp.uint8)
+  bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+  weights = jnp.ones(x.shape, jnp.uint32)
+  for axis in range(x.ndim):
+    place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    weights += 2 * place * jnp.uint32(0x9E3779B1 + 2 * axis)
+  return jnp.sum(bits.astype(jnp.uint32) * weights, dtype=jnp.uint32)
+
+
+def _compare(found: dict[str, int], wanted: dict[str, int]) -> None:
+  for name, checksum in found.items():
+    if wanted.get(name) != checksum:
+      raise Damaged(f"{name} does not match its checksum")
+
+
+def _seal(run: dict[str, Any], arrays: dict[str, int]) -> dict[str, Any]:
+  return {"run": run, "arrays": arrays, "sha256": _digest([run, arrays])}
+
+
+def _unseal(sealed: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+  try:
+    run, arrays = sealed["run"], sealed["arrays"]
+    if sealed["sha256"] == _digest([run, arrays]):
+      return run, arrays
+  except (KeyError, TypeError):
     pass
-
-  def __exit__(self, kind, error, traceback) -> None:
-    if error is None or not isinstance(error, Exception):
-      return
-    folder = self._checkpoints._folder
-    good = (
-      sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.exists() else []
-    )
-    last = f"last good checkpoint: step {good[-1]}" if good else "there is no good checkpoint yet"
-    raise UserError(
-      f"could not save a checkpoint in {folder}: {_first_line(error)}; {last}. "
-      "Free some space or fix the folder, then run the same command to resume"
-    ) from error
+  raise Damaged("the record of the run does not match its checksum")
 
 
-def _first_line(error: Exception) -> str:
-  return str(error).strip().split("\n")[0][:300] or type(error).__name__
+def _digest(value: Any) -> str:
+  return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _reason(error: BaseException) -> str:
+  """One line; orbax and tensorstore append pages of details."""
+  line = str(error.__cause__ or error).strip().split("\n")[0]
+  for details in (" [tensorstore_spec", " [source locations", " See full TensorStore details"):
+    line = line.split(details)[0]
+  return line[:300] or type(error).__name__
+
+
+@functools.cache
+def _mute_stragglers() -> None:
+  """Lets a failure speak once.
+
+  When one array cannot be read or written, orbax stops waiting for the others, and each of them
+  complains by itself, at any time later.
+  """
+  previous = sys.unraisablehook
+
+  def without_stragglers(unraisable: Any) -> None:
+    closed_loop = str(unraisable.exc_value) == "Event loop is closed"
+    if not closed_loop and not inspect.iscoroutine(unraisable.object):
+      previous(unraisable)
+
+  sys.unraisablehook = without_stragglers
+  logging.getLogger("asyncio").disabled = True
+  warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)

@@ -8,6 +8,7 @@ import ast
 import difflib
 import importlib.util
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -16,10 +17,7 @@ from typing import Any
 import ml_collections
 
 from nanosam.errors import UsageError
-from nanosam.model import ACTIVATIONS, ATTENTIONS
-from nanosam.optim.base import BASES
 from nanosam.optim.registry import METHODS
-from nanosam.optim.schedules import DECAY_TYPES
 
 # name: layers, heads, width. Named by non-embedding parameters as in arXiv 2502.02407; `mini` is
 # ours and trains in minutes on two CPU cores.
@@ -42,6 +40,7 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   c.batch_size = 256  # sequences a step, over all devices and microbatches
   c.grad_accumulation_steps = 1  # microbatches a step: memory, not mathematics
 
+  lookup("method", method, METHODS)
   N, H, D = lookup("size", size, SIZES)
   c.model = m = ml_collections.ConfigDict()
   m.D = D  # width
@@ -59,8 +58,26 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   c.head = ml_collections.ConfigDict()
   c.head.chunk = 64  # sequence positions whose logits exist at one time; 0 = all (dense)
 
+  c.head.residual = "auto"  # store | recompute | auto (store if small), for the functional methods
+
   c.opt = o = ml_collections.ConfigDict()
   o.method = method
+  o.rho = 0.05  # radius of the perturbation (adamw has none)
+  o.rho_schedule = "constant"  # constant | warmup | lr (proportional to it) | piecewise
+  o.rho_warmup_steps = o.get_ref("warmup_steps")  # for rho_schedule=warmup
+  o.rho_pieces = "0.8:1"  # for piecewise: fraction of training:factor,...; 0 before the first
+  o.phi = math.pi / 4  # angle_sam: 0 = functional path, pi/2 = logit path
+  o.angle_form = "exact"  # exact | short (one backward pass less, equal to second order in rho)
+  o.precond_variant = "post"  # see optim/direction.py; `paper` is its Eq. 12 to the letter
+  o.precond_power = 1.0  # of Adam's denominator
+  o.asam_eta = 0.01
+  o.momentum_sign = 1.0  # 1: the ascent side; -1: as published for Momentum-SAM
+  o.perturb_params = ".*"  # regex of parameter paths that the perturbation covers
+  o.perturb_group = 0  # m-SAM: one perturbation per group of so many sequences; 0 = one for all
+  o.perturbed_dtype = m.get_ref("dtype")  # compute type of the second pass
+  o.log_gradient_cosine = (
+    False  # of the method's and the plain gradient; keeps the latter in memory
+  )
   o.base = "adamw"  # adamw | sgd | lion | adafactor | muon
   o.num_train_steps = 10_000
   o.peak_learning_rate = 1e-3
@@ -77,6 +94,12 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   o.muon_beta = 0.95
   o.adafactor_decay = 0.8
   o.clip_by_global_norm = 0.0  # 0 = off
+
+  c.guard = g = ml_collections.ConfigDict()
+  g.policy = "abort"  # a loss or gradient that is not finite: abort | skip (biases comparisons)
+  g.perturbed = "abort"  # the same in the second pass alone: abort | skip | plain (use g)
+  g.max_skips = 10  # abort after so many
+  g.spike = 6.0  # warn when the loss rises by so many standard deviations; 0 = never
 
   c.data = d = ml_collections.ConfigDict()
   d.source = "embedded"  # embedded | tokens:DIR
@@ -232,93 +255,7 @@ def from_command_line(argv: list[str]) -> ml_collections.ConfigDict:
   config = load(spec)
   for key, value in overrides:
     override(config, key, value)
-  validate(config)
   return config
-
-
-def validate(c: ml_collections.ConfigDict) -> None:
-  """Finds contradictions before any device is touched."""
-
-  def need(good: bool, message: str) -> None:
-    if not good:
-      raise UsageError(message)
-
-  def at_least(low: float, *keys: str) -> None:
-    for key in keys:
-      need(values[key] >= low, f"{key}={values[key]} must be at least {low}")
-
-  values = flat(c)
-  need(bool(c.workdir), "no workdir: say --config.workdir=DIR")
-  lookup("opt.method", c.opt.method, METHODS)
-  lookup("opt.base", c.opt.base, BASES)
-  for key, known in (
-    ("model.activation", ACTIVATIONS),
-    ("model.attention", ATTENTIONS),
-    ("opt.decay_type", DECAY_TYPES),
-    ("model.dtype", ("float32", "bfloat16")),
-  ):
-    lookup(key, values[key], dict.fromkeys(known))
-  at_least(
-    1,
-    "model.D",
-    "model.H",
-    "model.L",
-    "model.N",
-    "model.F",
-    "batch_size",
-    "grad_accumulation_steps",
-    "opt.num_train_steps",
-    "eval_every_steps",
-    "eval_steps",
-    "eval_batch_size",
-    "log_every_steps",
-    "checkpoint_every_steps",
-    "max_to_keep",
-  )
-  at_least(
-    0,
-    "head.chunk",
-    "opt.warmup_steps",
-    "opt.weight_decay",
-    "opt.clip_by_global_norm",
-    "opt.peak_learning_rate",
-    "data.workers",
-    "data.prefetch",
-    "data_seed",
-    "seed",
-  )
-  need(
-    c.model.D % c.model.H == 0, f"model.D={c.model.D} is not divisible by model.H={c.model.H} heads"
-  )
-  need(
-    c.batch_size % c.grad_accumulation_steps == 0,
-    f"batch_size={c.batch_size} is not divisible by "
-    f"grad_accumulation_steps={c.grad_accumulation_steps}",
-  )
-  need(
-    c.opt.warmup_steps <= c.opt.num_train_steps,
-    f"opt.warmup_steps={c.opt.warmup_steps} is longer than "
-    f"opt.num_train_steps={c.opt.num_train_steps}",
-  )
-  for key in ("opt.b1", "opt.b2", "opt.wsd_decay_fraction"):
-    need(0 <= values[key] < 1, f"{key}={values[key]} must lie in [0, 1)")
-  try:
-    re.compile(c.opt.weight_decay_params)
-  except re.error as e:
-    raise UsageError(
-      f"opt.weight_decay_params={c.opt.weight_decay_params}: not a regex: {e}"
-    ) from e
-
-
-def check_devices(c: ml_collections.ConfigDict, shards: int) -> None:
-  """What can only be checked once the number of devices is known."""
-  micro = c.batch_size // c.grad_accumulation_steps
-  if micro % shards:
-    raise UsageError(
-      f"a microbatch of {micro} sequences (batch_size={c.batch_size} / grad_accumulation_steps="
-      f"{c.grad_accumulation_steps}) does not divide over {shards} devices: make it a multiple of "
-      f"{shards}"
-    )
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,10 @@
-"""Evaluation on a fixed set of sequences: loss with its standard error, bits per byte."""
+"""Evaluation on a fixed set of sequences: loss with its standard error, bits per byte.
+
+python -m nanosam.evaluate --workdir=DIR [--source=...] [--step=...] [--json]
+"""
 
 import io
+import json
 import math
 import pathlib
 from collections.abc import Iterator
@@ -11,10 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from nanosam import head, sharding
+from nanosam import errors, head, sharding
 from nanosam.data.batch import Batch, EvalSet
+from nanosam.data.pipeline import open_source
+from nanosam.errors import UsageError
 from nanosam.model import Params, unembedding
-from nanosam.optim.gradient import Net
+from nanosam.optim.passes import Net
+from nanosam.restore import Arguments, Loaded, load_run
 from nanosam.workdir import write_atomically
 
 
@@ -94,3 +101,43 @@ class Evaluator:
     for first in range(0, rows, self._batch_size):
       mine = slice(first + local.start, first + local.stop)
       yield sharding.to_devices(Batch(*(x if x is None else x[mine] for x in padded)), self._mesh)
+
+
+def main(argv: list[str]) -> None:
+  args = parser().parse_args(argv[1:])
+  run = load_run(args.workdir, args.step)
+  name = args.source or run.config.data.source
+  data = _eval_set(run, name)
+  evaluation = Evaluator(run.net, data, run.config.eval_batch_size, run.mesh)(run.params)
+  assert evaluation is not None  # nobody asked it to stop
+  rows = len(data.batch.inputs_BxL)
+  if args.json:
+    facts = {"step": run.step, "source": name, "sequences": rows, "documents": data.documents}
+    print(json.dumps({**facts, "bytes": data.bytes, **evaluation.metrics()}))
+  else:
+    print(f"step {run.step} on {rows} sequences of {name}:  {evaluation}")
+
+
+def parser() -> Arguments:
+  p = Arguments("evaluate", __doc__)
+  p.add_argument("--source", default="", help="as data.source in a config (default: the run's own)")
+  p.add_argument("--json", action="store_true", help="print one JSON object")
+  return p
+
+
+def _eval_set(run: Loaded, name: str) -> EvalSet:
+  """As many rows of the source's validation split as the run evaluates on."""
+  c = run.config
+  source = open_source(name, vocab_size=c.data.vocab_size, cache_dir=c.data.cache_dir)
+  theirs, ours = source.tokenizer.sha256, run.source.tokenizer.sha256
+  if theirs != ours:
+    raise UsageError(
+      f"{name} was made with another tokenizer ({theirs[:12]}, the run has {ours[:12]}): the "
+      "model does not know its tokens. Prepare that text again with the run's tokenizer"
+    )
+  rows = c.eval_steps * c.eval_batch_size
+  return source.validation(L=c.model.L, rows=rows, mask_documents=c.data.mask_documents)
+
+
+if __name__ == "__main__":
+  errors.run(main)

@@ -6,7 +6,7 @@ and the functional methods need them with R from one point and (h, W) from anoth
 not differentiated: `vjp` is written out, for any residual at any point. These are plain functions
 of arrays: differentiating *through* them (curvature, penalties) works as usual.
 
-Only one chunk's logits exist at a time: no buffer of B x L x V, unless a residual is kept by choice.
+Only one chunk's logits exist at a time: no buffer of B x L x V, unless a residual is to be kept.
 Weights arrive divided by the batch's total: sums over chunks, microbatches and devices are exact.
 """
 
@@ -57,7 +57,9 @@ def vjp(
   wide = jnp.promote_types(dtype, jnp.float32)
   size = _size(chunk, L)
   W_VxD = gathered(at.W_VxD, dtype)
-  source_W = [gathered(s.W_VxD, dtype) if isinstance(s, Point) else None for _, s in sources]
+  source_W = [
+    gathered(s.W_VxD, s.h_BxLxD.dtype) if isinstance(s, Point) else None for _, s in sources
+  ]
 
   def one_chunk(dW_GxVxD, xs):
     source_xs, h_BxCxD, ids_BxC, w_BxC = xs

@@ -1,9 +1,15 @@
 """Stopping on request: SIGTERM and ctrl-C ask for a save, a second ctrl-C leaves at once."""
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+
+from nanosam.errors import Interrupted
+
+_NOTHING_LOST = "stopped before the next step, nothing is lost; run the same command to go on"
 
 
 class StopRequest:
@@ -16,6 +22,7 @@ class StopRequest:
 
   def __init__(self) -> None:
     self._asked = 0
+    self._nothing_to_save = False
     self._read, self._write = os.pipe()
     os.set_blocking(self._write, False)
     self._previous = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -25,11 +32,23 @@ class StopRequest:
   def __bool__(self) -> bool:
     return self._asked > 0
 
+  @contextlib.contextmanager
+  def nothing_to_save(self) -> Iterator[None]:
+    """Inside, a request ends the process at once: before the first step it has nothing to lose."""
+    self._nothing_to_save = True
+    if self:
+      raise Interrupted(_NOTHING_LOST)
+    yield
+    self._nothing_to_save = False
+
   def _listen(self) -> None:
     while byte := os.read(self._read, 1):
       if byte[0] not in (signal.SIGINT, signal.SIGTERM):
         continue
       self._asked += 1
+      if self._nothing_to_save:
+        _say(_NOTHING_LOST)
+        os._exit(Interrupted.exit_code)
       if self._asked == 1:
         _say("stopping at the next step, after saving; ctrl-C again leaves at once without saving")
       elif byte[0] == signal.SIGINT:

@@ -12,36 +12,49 @@ from jax.sharding import Mesh
 from nanosam import sharding
 from nanosam.data.batch import Batch
 from nanosam.model import ModelConfig, Params, Transformer
-from nanosam.optim import base, gradient
-from nanosam.optim.registry import METHODS
-
-Metrics = dict[str, jax.Array]
+from nanosam.optim import base, guard, registry
+from nanosam.optim.gradient import Estimate, Method, Metrics, estimate, estimate_by_group
+from nanosam.optim.passes import Hidden, Net, Passes
 
 
 @flax.struct.dataclass
 class TrainState:
-  step: jax.Array  # updates made so far
+  step: jax.Array  # updates asked for so far
   params: Params
   opt_state: optax.OptState
+  guard: guard.Counts
 
 
-def model_config(c: ml_collections.ConfigDict, vocab_size: int) -> ModelConfig:
-  return ModelConfig(**{**c.model.to_dict(), "dtype": jnp.dtype(c.model.dtype), "V": vocab_size})
+def model_config(c: ml_collections.ConfigDict, vocab_size: int, dtype: str = "") -> ModelConfig:
+  settings = {**c.model.to_dict(), "dtype": jnp.dtype(dtype or c.model.dtype)}
+  return ModelConfig(**settings, V=vocab_size)
 
 
-def make_net(c: ml_collections.ConfigDict, vocab_size: int) -> gradient.Net:
-  model = Transformer(model_config(c, vocab_size))
+def make_net(c: ml_collections.ConfigDict, vocab_size: int) -> Net:
+  def hidden(dtype: str) -> Hidden:
+    model = Transformer(model_config(c, vocab_size, dtype))
 
-  def hidden(params: Params, batch: Batch) -> jax.Array:
-    h_BxLxD = model.apply({"params": params}, batch.inputs_BxL, batch.segments_BxL)
-    assert isinstance(h_BxLxD, jax.Array)
-    return h_BxLxD
+    def apply(params: Params, batch: Batch) -> jax.Array:
+      h_BxLxD = model.apply({"params": params}, batch.inputs_BxL, batch.segments_BxL)
+      assert isinstance(h_BxLxD, jax.Array)
+      return h_BxLxD
 
-  return gradient.Net(hidden, c.head.chunk)
+    return apply
+
+  return Net(hidden(c.model.dtype), hidden(c.opt.perturbed_dtype), c.head.chunk, c.head.residual)
+
+
+def make_method(opt: ml_collections.ConfigDict, params: Params) -> Method:
+  covered = base.matching(params, opt.perturb_params)
+
+  def only_perturbed(tree: Params) -> Params:
+    return jax.tree.map(lambda x, yes: x if yes else jnp.zeros_like(x), tree, covered)
+
+  return Method(*registry.resolve(opt), opt, only_perturbed)
 
 
 class Trainer:
-  """Everything about one config that must be known before compiling a step."""
+  """Everything about one config that must be known before compiling its step."""
 
   def __init__(self, c: ml_collections.ConfigDict, vocab_size: int, mesh: Mesh):
     self.config, self.mesh = c, mesh
@@ -49,8 +62,8 @@ class Trainer:
     self._model = Transformer(model_config(c, vocab_size))
     self.abstract_params = jax.eval_shape(self._init_params, jax.random.key(0))
     self.base = base.make_base(c.opt, self.abstract_params)
-    self.learning_rate = base.learning_rate(c.opt)
-    self.method = METHODS[c.opt.method]
+    self.learning_rate, self.rho = base.learning_rate(c.opt), base.rho(c.opt)
+    self.method = make_method(c.opt, self.abstract_params)
     abstract = jax.eval_shape(self._init, jax.random.key(0))
     self.state_shardings = sharding.state_shardings(abstract, mesh)
     self.abstract_state = jax.tree.map(
@@ -65,44 +78,59 @@ class Trainer:
 
   def _init(self, key: jax.Array) -> TrainState:
     params = self._init_params(key)
-    return TrainState(jnp.zeros((), jnp.int32), params, self.base.init(params))
+    return TrainState(jnp.zeros((), jnp.int32), params, self.base.init(params), guard.Counts.zero())
 
   def init(self, seed: int) -> TrainState:
     with jax.set_mesh(self.mesh):
       return jax.jit(self._init, out_shardings=self.state_shardings)(jax.random.key(seed))
 
   def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """One step: estimate the gradient, then let the base optimizer move."""
+    """One step: estimate the gradient, check it, and let the base optimizer move."""
     batch = jax.tree.map(sharding.split_over_batch, batch)
-    loss, grads = gradient.estimate(
-      self.method, self.net, state.params, batch, self.config.grad_accumulation_steps
-    )
-    updates, opt_state = self.base.update(grads, state.opt_state, state.params)
+    estimated, rho = self._estimate(state, batch)
+    verdict = guard.judge(self.config.guard, estimated, state.guard)
+    updates, opt_state = self.base.update(verdict.gradient, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
+    params, opt_state = jax.tree.map(
+      lambda new, old: jnp.where(verdict.accept, new, old),
+      (params, opt_state),
+      (state.params, state.opt_state),
+    )
     metrics = {
-      "train/loss": loss,
+      **estimated.metrics,
+      **{f"guard/{name}": count for name, count in verdict.counts._asdict().items()},
       "tokens": jnp.sum(batch.weights_BxL),
       "opt/lr": self.learning_rate(state.step),
-      "opt/grad_norm": optax.global_norm(grads),
-      "opt/param_norm": optax.global_norm(params),
-      "opt/update_norm": optax.global_norm(updates),
+      "opt/rho": jnp.asarray(rho),
+      "opt/grad_norm": optax.tree.norm(verdict.norms),
+      "opt/param_norm": optax.tree.norm(params),
+      "opt/update_norm": optax.tree.norm(updates),
+      **{f"grad_norm/{group}": norm for group, norm in verdict.norms.items()},
     }
-    return TrainState(state.step + 1, params, opt_state), metrics
+    if self.config.opt.log_gradient_cosine and estimated.plain is not None:
+      metrics["opt/gradient_cosine"] = _cosine(verdict.gradient, estimated.plain)
+    return TrainState(state.step + 1, params, opt_state, verdict.counts), metrics
+
+  def _estimate(self, state: TrainState, batch: Batch) -> tuple[Estimate, jax.Array | float]:
+    c = self.config
+    rho = self.rho if isinstance(self.rho, float) else self.rho(state.step)
+    if self.method.direction is None:
+      rho = 0.0
+    moments = base.moments(state.opt_state)
+    passes = Passes(self.net, state.params, batch, c.grad_accumulation_steps)
+    if c.opt.perturb_group:
+      return estimate_by_group(self.method, passes, moments, rho, c.opt.perturb_group), rho
+    return estimate(self.method, passes, moments, rho), rho
 
   def abstract_batch(self) -> Batch:
     c = self.config
 
-    def array(dtype):
-      return jax.ShapeDtypeStruct(
-        (c.batch_size, c.model.L), dtype, sharding=sharding.batch_sharding(self.mesh)
-      )
+    def array(dtype: Any) -> jax.ShapeDtypeStruct:
+      shape = (c.batch_size, c.model.L)
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.batch_sharding(self.mesh))
 
-    return Batch(
-      array(jnp.int32),
-      array(jnp.int32),
-      array(jnp.float32),
-      array(jnp.int32) if c.data.mask_documents else None,
-    )
+    segments = array(jnp.int32) if c.data.mask_documents else None
+    return Batch(array(jnp.int32), array(jnp.int32), array(jnp.float32), segments)
 
   def trace(self) -> Any:
     """The step, traced for this mesh: `.jaxpr` to count, `.lower().compile()` to run."""
@@ -110,3 +138,7 @@ class Trainer:
       out_shardings = (self.state_shardings, sharding.replicated(self.mesh))
       step = jax.jit(self.update, donate_argnums=0, out_shardings=out_shardings)
       return step.trace(self.abstract_state, self.abstract_batch())
+
+
+def _cosine(a: Params, b: Params) -> jax.Array:
+  return optax.tree.vdot(a, b) / optax.tree.norm(a) / optax.tree.norm(b)

@@ -25,11 +25,13 @@ from nanosam.model import non_embedding_count
 from nanosam.progress import Progress
 from nanosam.signals import StopRequest
 from nanosam.step import Trainer, TrainState
+from nanosam.validate import check_devices, validate
 from nanosam.writers import open_writers
 
 
 def main(argv: list[str]) -> None:
   config = config_lib.from_command_line(argv)
+  validate(config)
   with StopRequest() as stop:
     train(config, stop)
 
@@ -39,7 +41,7 @@ def train(c: ml_collections.ConfigDict, stop: StopRequest) -> None:
   workdir = workdir_lib.create(c.workdir)
   set_up_jax(c)
   mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp)
-  config_lib.check_devices(c, sharding.shards(mesh))
+  check_devices(c, sharding.shards(mesh))
   source = open_source(c.data.source, vocab_size=c.data.vocab_size, cache_dir=c.data.cache_dir)
   source.check_length(
     L=c.model.L, batch_size=c.batch_size, steps=c.opt.num_train_steps, repeat=c.data.repeat

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from nanosam import config as config_lib
-from nanosam.errors import UsageError
+from nanosam.errors import UsageError, UserError
 
 CONFIG_FILE = "config.json"
 ENVIRONMENT = "environment"  # the one entry of config.json that is not a config key
@@ -94,19 +94,23 @@ def read_config(workdir: pathlib.Path) -> dict[str, Any]:
   """The config a run was made with, as plain values (its environment included)."""
   path = workdir / CONFIG_FILE
   try:
-    return json.loads(path.read_text())
+    config = json.loads(path.read_text())
+    if not isinstance(config, dict):
+      raise ValueError("not an object")
+    return config
   except FileNotFoundError:
     raise UsageError(f"{workdir} holds no run: there is no {CONFIG_FILE}") from None
-  except json.JSONDecodeError as e:
-    raise UsageError(f"{path} is not valid JSON ({e}); restore it or move the workdir away") from e
+  except (OSError, ValueError) as e:
+    raise UsageError(f"cannot read {path} ({e}); restore it or use another workdir") from e
 
 
 def check_unchanged(workdir: pathlib.Path, config: Mapping[str, Any], allowed: bool) -> None:
   """Refuses to go on with a run under keys that would change its result."""
+  if allowed:
+    return
   old = read_config(workdir)
   old.pop(ENVIRONMENT, None)
-  changed = config_lib.changed_keys(old, config)
-  if changed and not allowed:
+  if changed := config_lib.changed_keys(old, config):
     raise UsageError(
       f"{workdir} holds a run with other settings ({'; '.join(changed)}). Use another workdir, "
       "restore the settings, or say --config.allow_changed_keys=True"
@@ -115,5 +119,14 @@ def check_unchanged(workdir: pathlib.Path, config: Mapping[str, Any], allowed: b
 
 def write_atomically(path: pathlib.Path, content: bytes) -> None:
   partial = path.with_name(path.name + ".partial")
-  partial.write_bytes(content)
-  os.replace(partial, path)
+  try:
+    with open(partial, "wb") as f:
+      f.write(content)
+      f.flush()
+      os.fsync(f.fileno())
+    os.replace(partial, path)
+  except OSError as e:
+    raise UserError(
+      f"cannot write {path}: {e.strerror or e}; make room or fix the permissions, "
+      "then run the same command again"
+    ) from e

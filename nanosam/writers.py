@@ -45,9 +45,17 @@ class Writer(Protocol):
     """Finishes writing. Call it once."""
 
 
-def open_writers(workdir: str | os.PathLike[str], *, config: dict[str, Any],
-                 run: Mapping[str, Any], wandb: str, tensorboard: bool, resume_step: int | None,
-                 close_timeout: float = 30.0, say: Say | None = None) -> Writer:
+def open_writers(
+  workdir: str | os.PathLike[str],
+  *,
+  config: dict[str, Any],
+  run: Mapping[str, Any],
+  wandb: str,
+  tensorboard: bool,
+  resume_step: int | None,
+  close_timeout: float = 30.0,
+  say: Say | None = None,
+) -> Writer:
   """Opens every writer of a run (on process 0 only).
 
   `run` may hold name, group, tags, job_type, project, entity (for W&B). `resume_step` is the step
@@ -60,13 +68,26 @@ def open_writers(workdir: str | os.PathLike[str], *, config: dict[str, Any],
   last_step = -1 if resume_step is None else resume_step
   writers: list[Writer] = [JsonlWriter(workdir / METRICS_FILE, last_step=last_step)]
   if tensorboard:
-    writers.append(Background(lambda: TensorBoardWriter(workdir, first_step=last_step + 1),
-                              name="TensorBoard", close_timeout=close_timeout, say=say))
+    writers.append(
+      Background(
+        lambda: TensorBoardWriter(workdir, first_step=last_step + 1),
+        name="TensorBoard",
+        close_timeout=close_timeout,
+        say=say,
+      )
+    )
   if wandb != "disabled" and os.environ.get("WANDB_MODE") != "disabled":
-    writers.append(Background(
-        lambda: WandbProcess(workdir, mode=wandb, config=config, run=run, say=say,
-                             close_timeout=close_timeout),
-        name="W&B", close_timeout=close_timeout, say=say, abort=WandbProcess.kill))
+    writers.append(
+      Background(
+        lambda: WandbProcess(
+          workdir, mode=wandb, config=config, run=run, say=say, close_timeout=close_timeout
+        ),
+        name="W&B",
+        close_timeout=close_timeout,
+        say=say,
+        abort=WandbProcess.kill,
+      )
+    )
   return FanOut(writers)
 
 
@@ -116,7 +137,7 @@ class JsonlWriter:
     line = json.dumps(record, allow_nan=False).encode() + b"\n"
     with _disk_errors(self._path):
       while line:  # one system call, unless the disk takes only a part of the line
-        line = line[os.write(self._fd, line):]
+        line = line[os.write(self._fd, line) :]
 
   def summary(self, values: Mapping[str, float]) -> None:
     """The file holds records only; best and last values can be read off them."""
@@ -131,8 +152,10 @@ def _disk_errors(path: pathlib.Path):
   try:
     yield
   except OSError as e:
-    raise UserError(f"cannot write {path}: {e.strerror or e}; make room or fix the permissions, "
-                    "then run the same command again") from e
+    raise UserError(
+      f"cannot write {path}: {e.strerror or e}; make room or fix the permissions, "
+      "then run the same command again"
+    ) from e
 
 
 def _encode(value: Value) -> Value:
@@ -193,8 +216,16 @@ class Background(Generic[W]):
   after `close_timeout` seconds and calls `abort` to end what still hangs.
   """
 
-  def __init__(self, make_writer: Callable[[], W], *, name: str, close_timeout: float, say: Say,
-               abort: Callable[[W], None] | None = None, capacity: int = 10_000):
+  def __init__(
+    self,
+    make_writer: Callable[[], W],
+    *,
+    name: str,
+    close_timeout: float,
+    say: Say,
+    abort: Callable[[W], None] | None = None,
+    capacity: int = 10_000,
+  ):
     self._make_writer, self._abort = make_writer, abort
     self._name, self._close_timeout, self._say = name, close_timeout, say
     self._queue: queue.Queue[Callable[[W], None] | None] = queue.Queue(capacity)
@@ -227,8 +258,10 @@ class Background(Generic[W]):
   def _count_drop(self) -> None:
     self._dropped += 1
     if self._dropped == 1:
-      self._say(f"{self._name} does not keep up: records for it are dropped until it does; "
-                f"{METRICS_FILE} is complete")
+      self._say(
+        f"{self._name} does not keep up: records for it are dropped until it does; "
+        f"{METRICS_FILE} is complete"
+      )
 
   def _work(self) -> None:
     try:
@@ -236,7 +269,7 @@ class Background(Generic[W]):
       while (action := self._queue.get()) is not None:
         action(self._writer)
       self._writer.close()
-    except BaseException as e:  # noqa: BLE001 (also a SystemExit: a logger must not end the run)
+    except BaseException as e:  # also a SystemExit: a logger must not end the run
       if self._failed:  # given up on by close(), which has said so
         return
       self._failed = True

@@ -2,7 +2,10 @@
 
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Little optimization: the programs are tiny, compiling them is what takes the time.
+os.environ.setdefault(
+  "XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
@@ -17,6 +20,16 @@ from nanosam.data.batch import Batch
 def strict_shapes():
   with jax.numpy_rank_promotion("raise"):
     yield
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+  """Where the embedded corpus and compiled code go: made once, and not in the home of anybody."""
+  root = tmp_path_factory.getbasetemp()
+  folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "nanosam_cache"
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("NANOSAM_CACHE", str(folder))
+    yield folder
 
 
 @pytest.fixture

@@ -250,14 +250,21 @@ def test_validation_masks_documents(source):
   assert masked.batch.segments_BxL.ravel()[-1] == 0 or masked.batch.weights_BxL.ravel()[-1] == 1
 
 
+def test_validation_documents_that_fit_exactly(source):
+  targets = len(source.tokenizer.encode(VALIDATION[0])) + 1  # The first bos is never a target.
+  assert source.validation(L=1, rows=targets, mask_documents=False).documents == 1
+  with pytest.raises(UserError, match=f"the first needs {targets}"):
+    source.validation(L=1, rows=targets - 1, mask_documents=False)
+
+
 def test_validation_set_too_small_for_a_document(source):
   with pytest.raises(UserError, match="hold no validation document"):
     source.validation(L=4, rows=1, mask_documents=False)
 
 
-@pytest.mark.parametrize("name", ["c4", "tokens:", "embedded:x", ""])
+@pytest.mark.parametrize("name", ["c4", "tokens:", "tfds:", "embedded:x", ""])
 def test_unknown_source_lists_the_known(name):
-  with pytest.raises(UsageError, match=r"'embedded' and 'tokens:DIR'"):
+  with pytest.raises(UsageError, match="known are 'embedded', 'tokens:DIR' and 'tfds:"):
     open_source(name, vocab_size=512, cache_dir="")
 
 

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,6 +8,8 @@ from conftest import random_batch
 
 from nanosam import head
 
+vjp = jax.jit(head.vjp, static_argnames=("chunk", "keep"))
+token_losses = jax.jit(head.token_losses, static_argnames="chunk")
 B, L, D, V = 3, 12, 8, 50
 
 
@@ -33,8 +37,10 @@ def logits(point):
 @pytest.mark.parametrize("chunk", [1, 5, L, 0])
 def test_chunked_equals_autodiff_of_the_dense_loss(x64, chunk):
   here, _, targets = problem()
-  expected_loss, expected = jax.value_and_grad(lambda p: dense_loss(logits(p), targets))(here)
-  out = head.vjp([(1.0, here)], here, targets, chunk=chunk)
+  expected_loss, expected = jax.jit(jax.value_and_grad(lambda p: dense_loss(logits(p), targets)))(
+    here
+  )
+  out = vjp([(1.0, here)], here, targets, chunk=chunk)
   np.testing.assert_allclose(out.losses[0], expected_loss, rtol=1e-12)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-13), out.gradient, expected)
 
@@ -45,7 +51,7 @@ def test_residual_of_one_point_at_another(x64, chunk):
   here, there, targets = problem()
   r_here, r_there = (jax.grad(dense_loss)(logits(point), targets) for point in (here, there))
   _, back = jax.vjp(logits, there)
-  out = head.vjp([(0.25, here), (2.0, there)], there, targets, chunk=chunk)
+  out = vjp([(0.25, here), (2.0, there)], there, targets, chunk=chunk)
   (expected,) = back(0.25 * r_here + 2.0 * r_there)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-13), out.gradient, expected)
   np.testing.assert_allclose(out.losses[1], dense_loss(logits(there), targets), rtol=1e-12)
@@ -53,9 +59,9 @@ def test_residual_of_one_point_at_another(x64, chunk):
 
 def test_a_kept_residual_serves_a_second_pass(x64):
   here, there, targets = problem()
-  kept = head.vjp([(1.0, here)], here, targets, chunk=5, keep=True).residual
-  again = head.vjp([(1.0, kept)], there, targets, chunk=5)
-  direct = head.vjp([(1.0, here)], there, targets, chunk=5)
+  kept = vjp([(1.0, here)], here, targets, chunk=5, keep=True).residual
+  again = vjp([(1.0, kept)], there, targets, chunk=5)
+  direct = vjp([(1.0, here)], there, targets, chunk=5)
   jax.tree.map(np.testing.assert_array_equal, again.gradient, direct.gradient)
   np.testing.assert_allclose(jnp.sum(kept.R_nxBxCxV, -1), 0.0, atol=1e-15)
 
@@ -66,14 +72,14 @@ def test_padding_changes_nothing():
     ids_BxL=jnp.where(targets.weights_BxL > 0, targets.ids_BxL, (targets.ids_BxL + 7) % V)
   )
   assert (other.ids_BxL != targets.ids_BxL).any()
-  a, b = (head.vjp([(1.0, here)], here, t, chunk=5) for t in (targets, other))
+  a, b = (vjp([(1.0, here)], here, t, chunk=5) for t in (targets, other))
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def test_token_losses_are_the_parts_of_the_loss():
   here, _, targets = problem()
-  nll_BxL = head.token_losses(here, targets.ids_BxL, chunk=5)
-  loss = head.vjp([(1.0, here)], here, targets, chunk=4).losses[0]
+  nll_BxL = token_losses(here, targets.ids_BxL, chunk=5)
+  loss = vjp([(1.0, here)], here, targets, chunk=4).losses[0]
   np.testing.assert_allclose(jnp.sum(nll_BxL * targets.weights_BxL), loss, rtol=1e-6)
 
 
@@ -83,10 +89,10 @@ def test_forward_mode_works_through_the_head(x64):
   direction = jax.tree.map(jnp.subtract, there, here)
 
   def gradient(point):
-    return head.vjp([(1.0, point)], point, targets, chunk=5).gradient
+    return vjp([(1.0, point)], point, targets, chunk=5).gradient
 
   _, tangent = jax.jvp(gradient, (here,), (direction,))
-  dense = jax.grad(lambda p: dense_loss(logits(p), targets))
+  dense = jax.jit(jax.grad(lambda p: dense_loss(logits(p), targets)))
   _, expected = jax.jvp(dense, (here,), (direction,))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), tangent, expected)
 
@@ -95,12 +101,10 @@ def test_no_buffer_of_all_logits_in_the_compiled_program():
   here, _, targets = problem()
 
   def compiled(chunk):
-    f = jax.jit(lambda p: head.vjp([(1.0, p)], p, targets, chunk=chunk))
+    f = jax.jit(lambda p: vjp([(1.0, p)], p, targets, chunk=chunk))
     return f.lower(here).compile().as_text()
 
   def largest(text):
-    import re
-
     shapes = re.findall(r"[fs](?:32|64)\[([\d,]+)\]", text)
     return max(np.prod([int(n) for n in s.split(",")]) for s in shapes)
 

@@ -1,3 +1,6 @@
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,17 +17,17 @@ def tokens(B=2, L=8, seed=0):
   return jax.random.randint(jax.random.key(seed), (B, L), 0, CFG.V)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def apply(cfg, params, x_BxL, segments_BxL=None):
   return model.Transformer(cfg).apply({"params": params}, x_BxL, segments_BxL)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init(cfg, seed=0):
   return model.Transformer(cfg).init(jax.random.key(seed), tokens())["params"]
 
 
 def with_(**changes):
-  import dataclasses
-
   return dataclasses.replace(CFG, **changes)
 
 
@@ -76,7 +79,7 @@ def test_remat_changes_nothing_but_memory(scan):
   params = init(cfg)
 
   def grad(cfg):
-    return jax.grad(lambda p: jnp.sum(apply(cfg, p, tokens()) ** 2))(params)
+    return jax.jit(jax.grad(lambda p: jnp.sum(apply(cfg, p, tokens()) ** 2)))(params)
 
   a, b = grad(cfg), grad(with_(scan_layers=scan, remat=True))
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), a, b)

@@ -37,14 +37,26 @@ def no_account(monkeypatch, tmp_path):
 
 
 def open_all(workdir, **changes):
-  options = {"config": {"opt": {"lr": 0.1}}, "run": RUN, "wandb": "disabled",
-             "tensorboard": False, "resume_step": None, "say": lambda text: None}
+  options = {
+    "config": {"opt": {"lr": 0.1}},
+    "run": RUN,
+    "wandb": "disabled",
+    "tensorboard": False,
+    "resume_step": None,
+    "say": lambda text: None,
+  }
   return writers.open_writers(workdir, **options | changes)
 
 
 def run_script(code, *args, timeout):
-  return subprocess.run([sys.executable, "-c", textwrap.dedent(code), *map(str, args)], cwd=ROOT,
-                        timeout=timeout, capture_output=True, text=True, check=False)
+  return subprocess.run(
+    [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+    cwd=ROOT,
+    timeout=timeout,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
 
 
 # --- metrics.jsonl ---
@@ -53,6 +65,7 @@ def run_script(code, *args, timeout):
 def strict_lines(path):
   def refuse(constant):
     raise AssertionError(f"{constant} is not JSON")
+
   return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
@@ -122,8 +135,7 @@ def test_unknown_wandb_mode_is_a_usage_error(tmp_path):
 
 
 def curve(workdir, tag):
-  event_accumulator = pytest.importorskip(
-      "tensorboard.backend.event_processing.event_accumulator")
+  event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
   accumulator = event_accumulator.EventAccumulator(str(workdir))
   accumulator.Reload()
   return [(e.step, e.value) for e in accumulator.Scalars(tag)]
@@ -238,6 +250,7 @@ def test_a_logger_that_raises_is_switched_off_with_one_line():
 def test_a_logger_that_cannot_start_is_switched_off():
   def make():
     raise SystemExit(3)
+
   w, said = background(make)
   w.write(1, {"x": 1})
   w.close()
@@ -258,14 +271,17 @@ def test_records_arrive_in_order_as_they_were():
 
 
 def test_a_blocked_logger_does_not_hold_the_exit():
-  done = run_script("""
+  done = run_script(
+    """
       import threading
       from nanosam import writers
       w = writers.Background(threading.Event().wait, name="L", close_timeout=0.2, say=print)
       w.write(1, {})
       w.close()
       print("end")
-      """, timeout=10)
+      """,
+    timeout=10,
+  )
   assert done.returncode == 0 and done.stdout.endswith("end\n"), done
 
 
@@ -275,6 +291,7 @@ def test_a_blocked_logger_does_not_hold_the_exit():
 def wandb_records(path):
   """W&B's offline file: blocks of 32 KiB that hold (crc, length, kind) framed protobuf records."""
   from wandb.proto import wandb_internal_pb2
+
   data = path.read_bytes()
   assert data[:4] == b":W&B"
   position, parts = 7, b""
@@ -284,7 +301,7 @@ def wandb_records(path):
       position += room
       continue
     _, length, kind = struct.unpack_from("<IHB", data, position)
-    parts += data[position + 7:position + 7 + length]
+    parts += data[position + 7 : position + 7 + length]
     position += 7 + length
     if kind in (1, 4):  # a whole record, or the last part of one
       yield wandb_internal_pb2.Record.FromString(parts)
@@ -364,7 +381,8 @@ def test_wandb_mode_follows_the_credentials(monkeypatch, tmp_path):
 
 
 def test_wandb_keeps_what_it_got_when_the_run_is_killed(tmp_path):
-  done = run_script("""
+  done = run_script(
+    """
       import os, signal, sys, threading
       from nanosam import writers
       started = threading.Event()
@@ -374,7 +392,10 @@ def test_wandb_keeps_what_it_got_when_the_run_is_killed(tmp_path):
         w.write(step, {"x": step})
       assert started.wait(60)
       os.kill(os.getpid(), signal.SIGKILL)
-      """, tmp_path, timeout=90)
+      """,
+    tmp_path,
+    timeout=90,
+  )
   assert done.returncode == -signal.SIGKILL, done.stderr
   deadline = time.monotonic() + 30
   exits = []
@@ -397,7 +418,8 @@ def dead_server(monkeypatch):
 
 def test_wandb_that_hangs_holds_neither_training_nor_exit(tmp_path, dead_server):
   start = time.monotonic()
-  done = run_script("""
+  done = run_script(
+    """
       import sys, time
       from nanosam import writers
       w = writers.open_writers(sys.argv[1], config={}, run={}, wandb="online", tensorboard=False,
@@ -408,7 +430,10 @@ def test_wandb_that_hangs_holds_neither_training_nor_exit(tmp_path, dead_server)
       print(time.monotonic() - start)
       w.close()
       print(time.monotonic() - start)
-      """, tmp_path, timeout=30)
+      """,
+    tmp_path,
+    timeout=30,
+  )
   assert done.returncode == 0, done.stderr
   assert time.monotonic() - start < 10
   written, closed = map(float, done.stdout.split())
@@ -419,21 +444,26 @@ def test_wandb_that_hangs_holds_neither_training_nor_exit(tmp_path, dead_server)
 
 
 def test_wandb_process_that_hangs_can_be_killed(tmp_path, dead_server):
-  w = wandb_writer.WandbProcess(tmp_path, mode="online", config={}, run={}, say=print,
-                                close_timeout=60.0)
+  w = wandb_writer.WandbProcess(
+    tmp_path, mode="online", config={}, run={}, say=print, close_timeout=60.0
+  )
   w.kill()
   assert all_gone_within(5, tmp_path)
 
 
 def test_wandb_process_that_hangs_does_not_outlive_a_killed_run(tmp_path, dead_server):
-  done = run_script("""
+  done = run_script(
+    """
       import os, signal, sys, time
       from nanosam import wandb_writer
       w = wandb_writer.WandbProcess(sys.argv[1], mode="online", config={}, run={}, say=print,
                                     close_timeout=1.0)
       time.sleep(2)
       os.kill(os.getpid(), signal.SIGKILL)
-      """, tmp_path, timeout=30)
+      """,
+    tmp_path,
+    timeout=30,
+  )
   assert done.returncode == -signal.SIGKILL, done.stderr
   assert all_gone_within(6, tmp_path)
 
@@ -499,7 +529,7 @@ def screen(text):
       rows.append("")
       column = 0
     else:
-      rows[-1] = rows[-1][:column] + text[i] + rows[-1][column + 1:]
+      rows[-1] = rows[-1][:column] + text[i] + rows[-1][column + 1 :]
       column += 1
     i += 1
   return rows
@@ -514,7 +544,9 @@ def test_terminal_line_updates_in_place_and_notes_stay(monkeypatch):
   clock.now += 1
   p.update(2, loss=9.5, tokens_per_sec=12345.0)
   assert screen(stream.getvalue()) == [
-      "eval loss 3.0", "step 2/100  loss 9.5000  12.3k tokens/s  1m38s left"]
+    "eval loss 3.0",
+    "step 2/100  loss 9.5000  12.3k tokens/s  1m38s left",
+  ]
   p.note("x")
   p.close()
   shown = screen(stream.getvalue())

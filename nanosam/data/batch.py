@@ -1,6 +1,10 @@
 """What the pipeline hands to the model."""
 
+import hashlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 Array = Any  # numpy on the host, jax on devices
 
@@ -16,3 +20,20 @@ class EvalSet(NamedTuple):
   batch: Batch  # all rows, [R, L]
   bytes: int  # exact UTF-8 bytes of its documents, for bits per byte
   documents: int
+
+
+def batch_hash(batch: Batch, first_row: int = 0) -> str:
+  """Names the tokens of a batch, or of a host's rows of it, which begin at `first_row`.
+
+  Hashes of the hosts' rows combine to that of the whole batch, however it was dealt out.
+  """
+  rows = np.concatenate([batch.inputs_BxL, batch.targets_BxL], axis=1).astype("<i4")
+  return combine_hashes(
+    hashlib.blake2b(row.tobytes(), digest_size=8, salt=i.to_bytes(8, "little")).hexdigest()
+    for i, row in enumerate(rows, first_row)
+  )
+
+
+def combine_hashes(hashes: Iterable[str]) -> str:
+  """The sum, so that it depends on neither the order nor the grouping of the rows."""
+  return f"{sum(int(h, 16) for h in hashes) % 2**64:016x}"

@@ -6,6 +6,7 @@ predicted exactly once per epoch. The tail of the last row is padding of weight 
 
 import dataclasses
 import hashlib
+from typing import Protocol
 
 import grain
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from nanosam.data.batch import Batch
 from nanosam.data.store import Split
 from nanosam.data.tokenizer import Tokenizer
+from nanosam.errors import UserError
 
 _SHUFFLE_ROUNDS = 4
 
@@ -21,8 +23,14 @@ def num_rows(num_tokens: int, L: int) -> int:
   return max(0, -(-(num_tokens - 1) // L))
 
 
+class Tokens(Protocol):
+  def read(self, start: int, stop: int) -> np.ndarray:
+    """Tokens start..stop-1; fewer if they end before."""
+    ...
+
+
 def pack_rows(
-  split: Split,
+  tokens: Tokens,
   rows: list[int] | range,
   *,
   L: int,
@@ -30,14 +38,14 @@ def pack_rows(
   tokenizer: Tokenizer,
   mask_documents: bool,
 ) -> Batch:
-  """Packs the given rows of the first `num_tokens` tokens of the split."""
-  tokens = np.full((len(rows), L + 1), tokenizer.pad_id, np.int32)
+  """Packs the given rows of the first `num_tokens` tokens."""
+  packed = np.full((len(rows), L + 1), tokenizer.pad_id, np.int32)
   weights_BxL = np.ones((len(rows), L), np.float32)
   for i, row in enumerate(rows):
-    found = split.read(row * L, min(row * L + L + 1, num_tokens))
-    tokens[i, : len(found)] = found
+    found = tokens.read(row * L, min(row * L + L + 1, num_tokens))
+    packed[i, : len(found)] = found
     weights_BxL[i, len(found) - 1 :] = 0
-  inputs_BxL, targets_BxL = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+  inputs_BxL, targets_BxL = packed[:, :-1].copy(), packed[:, 1:].copy()
   segments_BxL = None
   if mask_documents:
     begins_BxL = inputs_BxL == tokenizer.bos_id
@@ -48,16 +56,25 @@ def pack_rows(
   return Batch(inputs_BxL, targets_BxL, weights_BxL, segments_BxL)
 
 
-def shuffled_row(position: int, rows_per_epoch: int, data_seed: int) -> int:
-  """The row at a position of the endless stream: every epoch is a fresh permutation."""
-  epoch, index = divmod(position, rows_per_epoch)
+def documents_that_fit(lengths_D: np.ndarray, rows: int, L: int) -> int:
+  """How many first documents of these lengths (with bos and eos) fit in the rows."""
+  targets_D = lengths_D.cumsum() - 1
+  documents = int(np.searchsorted(targets_D, rows * L, side="right"))
+  if not documents:
+    first = f"; the first needs {targets_D[0]}" if len(targets_D) else ""
+    raise UserError(
+      f"{rows} rows of {L} tokens hold no validation document{first}: evaluate on more rows"
+    )
+  return documents
+
+
+def shuffled(position: int, size: int, data_seed: int) -> int:
+  """Which of `size` items stands at a position of an endless stream of permutations of them."""
+  epoch, index = divmod(position, size)
   # Hashed, because data_seed + epoch would give one seed's second epoch to the next seed.
   digest = hashlib.sha256(f"{data_seed}/{epoch}".encode()).digest()
   return grain.experimental.index_shuffle(
-    index,
-    max_index=rows_per_epoch - 1,
-    seed=int.from_bytes(digest[:4], "big"),
-    rounds=_SHUFFLE_ROUNDS,
+    index, max_index=size - 1, seed=int.from_bytes(digest[:4], "big"), rounds=_SHUFFLE_ROUNDS
   )
 
 
@@ -82,10 +99,10 @@ class HostBatches:
   def __len__(self) -> int:
     return self.last_step - self.first_step
 
-  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+  def __getitem__(self, index: int) -> Batch:
     start = (self.first_step + index) * self.batch_size
-    rows = [shuffled_row(start + i, self.rows_per_epoch, self.data_seed) for i in self.host_rows]
-    batch = pack_rows(
+    rows = [shuffled(start + i, self.rows_per_epoch, self.data_seed) for i in self.host_rows]
+    return pack_rows(
       self.split,
       rows,
       L=self.L,
@@ -93,5 +110,3 @@ class HostBatches:
       tokenizer=self.tokenizer,
       mask_documents=self.mask_documents,
     )
-    # Between processes Grain moves arrays, not None.
-    return {name: x for name, x in batch._asdict().items() if x is not None}

@@ -1,22 +1,23 @@
-"""Sources of batches: the global batch of a step is a function of (data_seed, step) alone.
+"""Sources of batches. Each host reads only its own rows of the global batch.
 
-It does not depend on hosts, workers or restarts, and each host reads only its own rows of it.
+From a token store the batch is a function of (data_seed, step) alone: of neither hosts, workers nor
+restarts. What is tokenised on the fly depends on the number of hosts besides (tfds_source.py).
 """
 
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import grain
-import numpy as np
-from absl import flags
 
 from nanosam.data.batch import Batch, EvalSet
 from nanosam.data.corpus import build_embedded
-from nanosam.data.packing import HostBatches, num_rows, pack_rows
+from nanosam.data.packing import HostBatches, documents_that_fit, num_rows, pack_rows
+from nanosam.data.read_ahead import check_fingerprint, read_ahead
+from nanosam.data.remote import copy_store, is_remote
 from nanosam.data.store import StoreReader
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.errors import UsageError, UserError
@@ -28,7 +29,7 @@ class Stream(Protocol):
   def __iter__(self) -> Iterator[Batch]: ...
   def __next__(self) -> Batch: ...
   def state(self) -> dict[str, Any]:
-    """The position of the next batch, fit for JSON."""
+    """The position of the next batch, fit for JSON; `merge_states` joins those of several hosts."""
     ...
 
   def restore(self, state: Mapping[str, Any]) -> None: ...
@@ -44,7 +45,9 @@ class Source(Protocol):
 
   tokenizer: Tokenizer
   fingerprint: str  # names exactly these tokens
-  train_tokens: int
+  train_tokens: int  # these three are estimates if the tokens are made on the fly
+  train_documents: int
+  train_bytes: int
 
   def check_length(self, *, L: int, batch_size: int, steps: int, repeat: bool) -> None:
     """Raises a UserError if training would run out of data."""
@@ -69,16 +72,51 @@ class Source(Protocol):
     ...
 
 
-def open_source(source: str, *, vocab_size: int, cache_dir: str) -> Source:
-  """Opens "embedded" or "tokens:DIR"; a prepared store brings its own vocabulary."""
+def open_source(
+  source: str,
+  *,
+  vocab_size: int,
+  cache_dir: str,
+  data_dir: str = "",
+  tokenizer: str = "",
+  text_field: str = "text",
+) -> Source:
+  """Opens a source by its name.
+
+  embedded         the embedded corpus, with a vocabulary of `vocab_size` pieces
+  tokens:DIR       a token store, which brings its own vocabulary
+  tfds:NAME        a TFDS data set under `data_dir`, or tfds:DIR, tokenised on the fly with
+                   `tokenizer` ("" = the one that lies beside it)
+
+  A remote DIR (gs://...) is copied to `cache_dir` first.
+  """
   kind, _, argument = source.partition(":")
+  cache = Path(cache_dir) if cache_dir else default_cache_dir()
   if source == "embedded":
-    store = StoreReader(build_embedded(cache_dir or default_cache_dir(), vocab_size))
+    store = StoreReader(build_embedded(cache, vocab_size))
     store.verify()  # Small enough to check every byte at each start.
     return StoreSource(store)
   if kind == "tokens" and argument:
-    return StoreSource(StoreReader(argument))
-  raise UsageError(f"unknown data source {source!r}; known are 'embedded' and 'tokens:DIR'")
+    return StoreSource(
+      StoreReader(copy_store(argument, cache) if is_remote(argument) else argument)
+    )
+  if kind == "tfds" and argument:
+    from nanosam.data.tfds_source import open_tfds  # not everyone needs to wait for its imports
+
+    return open_tfds(
+      argument, data_dir=data_dir, tokenizer=tokenizer, text_field=text_field, cache_dir=cache
+    )
+  raise UsageError(
+    f"unknown data source {source!r}; known are 'embedded', 'tokens:DIR' and 'tfds:NAME or DIR'"
+  )
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """One state of all hosts' streams, saved once and restored by each of them."""
+  merged = dict(states[0])
+  if "positions" in merged:
+    merged["positions"] = {k: v for state in states for k, v in state["positions"].items()}
+  return merged
 
 
 def default_cache_dir() -> Path:
@@ -96,6 +134,8 @@ class StoreSource:
     self._train = store.split("train")
     self._validation = store.split("validation")
     self.train_tokens = self._train.num_tokens
+    self.train_documents = self._train.num_documents
+    self.train_bytes = self._train.num_bytes
     if self.train_tokens < 2:
       raise UserError(f"{store.directory} has no training tokens; prepare the data again")
 
@@ -137,13 +177,7 @@ class StoreSource:
 
   def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
     table = self._validation.documents()
-    targets_so_far = table[:, 0].cumsum() - 1
-    documents = int(np.searchsorted(targets_so_far, rows * L, side="right"))
-    if not documents:
-      first = f"; the first needs {targets_so_far[0]}" if len(table) else ""
-      raise UserError(
-        f"{rows} rows of {L} tokens hold no validation document{first}: evaluate on more rows"
-      )
+    documents = documents_that_fit(table[:, 0], rows, L)
     num_tokens, num_bytes = (int(n) for n in table[:documents].sum(0))
     batch = pack_rows(
       self._validation,
@@ -182,20 +216,15 @@ class StoreStream:
       )
     if self._iterator is None:
       self._iterator = self._open()
-    arrays = next(self._iterator)
+    batch = next(self._iterator)
     self._step += 1
-    return Batch(**{"segments_BxL": None, **arrays})
+    return batch
 
   def state(self) -> dict[str, Any]:
     return {"step": self._step, "fingerprint": self._fingerprint}
 
   def restore(self, state: Mapping[str, Any]) -> None:
-    if state["fingerprint"] != self._fingerprint:
-      raise UserError(
-        f"the checkpoint was made with data {state['fingerprint']}, this is {self._fingerprint} "
-        "(other files, or other package versions under the embedded corpus); restore that data "
-        "or start in another workdir"
-      )
+    check_fingerprint(state, self._fingerprint)
     self.close()
     self._step = int(state["step"])
 
@@ -211,17 +240,4 @@ class StoreStream:
     # Beginning at the step, rather than restoring Grain's own state, makes a restart O(1) and
     # independent of the number of workers.
     rest = dataclasses.replace(self._batches, first_step=self._step)
-    ahead = grain.ReadOptions(
-      num_threads=0 if self._workers else min(self._prefetch, 1),
-      prefetch_buffer_size=0 if self._workers else self._prefetch,
-    )
-    dataset = grain.MapDataset.source(rest).to_iter_dataset(ahead)
-    if self._workers:
-      if not flags.FLAGS.is_parsed():  # by a program that has none; Grain's workers read some
-        flags.FLAGS.mark_as_parsed()
-      dataset = dataset.mp_prefetch(
-        grain.MultiprocessingOptions(
-          num_workers=self._workers, per_worker_buffer_size=max(self._prefetch, 1)
-        )
-      )
-    return iter(dataset)
+    return read_ahead(rest, workers=self._workers, prefetch=self._prefetch)

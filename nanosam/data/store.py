@@ -47,7 +47,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class StoreWriter:
-  """Writes a store; `write_shard` may run in many processes, each with shards of its own.
+  """Writes a store; its shards may be written in many processes, each with shards of its own.
 
   A shard appears under its own name only when it is complete, its .tokens file last, and
   `finish` makes the directory a store.
@@ -61,42 +61,17 @@ class StoreWriter:
       raise UserError(f"{directory} already holds a token store; delete it or choose another name")
     self.directory.mkdir(parents=True, exist_ok=True)
 
+  def shard(self, split: str, number: int) -> "ShardWriter":
+    return ShardWriter(self.directory, f"{split}-{number:05d}", self._tokenizer)
+
   def write_shard(
     self, split: str, number: int, documents: Iterable[tuple[Sequence[int], int]]
   ) -> Shard:
     """Writes documents given as (ids without bos and eos, UTF-8 bytes)."""
-    name = f"{split}-{number:05d}"
-    path, partial = self._path(name, "tokens"), self._path(name, "tokens.partial")
-    table: list[tuple[int, int]] = []
-    held: list[int] = []
-    digest = hashlib.sha256()
-    with partial.open("wb") as f:
-
-      def flush() -> None:
-        chunk = np.asarray(held, self._dtype).tobytes()
-        digest.update(chunk)
-        f.write(chunk)
-        held.clear()
-
+    with self.shard(split, number) as shard:
       for ids, num_bytes in documents:
-        held += [self._tokenizer.bos_id, *ids, self._tokenizer.eos_id]
-        table.append((len(ids) + 2, num_bytes))
-        if len(held) >= _WRITE_TOKENS:
-          flush()
-      flush()
-    counts = np.asarray(table, np.int64).reshape(-1, 2)
-    table_bytes = counts.astype(_TABLE_DTYPE).tobytes()
-    _write_whole(self._path(name, "documents"), table_bytes)
-    partial.replace(path)
-    tokens, num_bytes = (int(n) for n in counts.sum(0))
-    return Shard(
-      name=name,
-      tokens=tokens,
-      documents=len(table),
-      bytes=num_bytes,
-      sha256=digest.hexdigest(),
-      documents_sha256=hashlib.sha256(table_bytes).hexdigest(),
-    )
+        shard.add(ids, num_bytes)
+      return shard.finish()
 
   def finish(self, splits: Mapping[str, Sequence[Shard]]) -> None:
     _write_whole(self.directory / TOKENIZER, self._tokenizer.model_bytes)
@@ -109,8 +84,67 @@ class StoreWriter:
     }
     _write_whole(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
 
-  def _path(self, name: str, suffix: str) -> epath.Path:
-    return self.directory / f"{name}.{suffix}"
+
+class ShardWriter:
+  """Writes one shard, document by document; a context manager."""
+
+  def __init__(self, directory: epath.Path, name: str, tokenizer: Tokenizer):
+    self._directory, self._name, self._tokenizer = directory, name, tokenizer
+    self._dtype = token_dtype(tokenizer.vocab_size)
+    self._frame = [np.asarray([i], self._dtype) for i in (tokenizer.bos_id, tokenizer.eos_id)]
+    self._table: list[tuple[int, int]] = []
+    self._held: list[np.ndarray] = []
+    self._num_held = 0
+    self._digest = hashlib.sha256()
+    self._file = self._path("tokens.partial").open("wb")
+
+  def add(self, ids: Sequence[int] | np.ndarray, num_bytes: int) -> None:
+    """Adds a document given as ids without bos and eos, and UTF-8 bytes."""
+    ids = np.asarray(ids, np.int64)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size:
+      raise UserError(
+        f"a document has token {ids.max()}, outside the vocabulary of "
+        f"{self._tokenizer.vocab_size}; give the store the tokenizer that made the tokens"
+      )
+    bos, eos = self._frame
+    self._held += [bos, ids.astype(self._dtype), eos]
+    self._num_held += len(ids) + 2
+    self._table.append((len(ids) + 2, num_bytes))
+    if self._num_held >= _WRITE_TOKENS:
+      self._flush()
+
+  def finish(self) -> Shard:
+    self._flush()
+    self._file.close()
+    counts = np.asarray(self._table, np.int64).reshape(-1, 2)
+    table_bytes = counts.astype(_TABLE_DTYPE).tobytes()
+    _write_whole(self._path("documents"), table_bytes)
+    self._path("tokens.partial").replace(self._path("tokens"))
+    tokens, num_bytes = (int(n) for n in counts.sum(0))
+    return Shard(
+      name=self._name,
+      tokens=tokens,
+      documents=len(self._table),
+      bytes=num_bytes,
+      sha256=self._digest.hexdigest(),
+      documents_sha256=hashlib.sha256(table_bytes).hexdigest(),
+    )
+
+  def __enter__(self) -> "ShardWriter":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._file.close()
+
+  def _flush(self) -> None:
+    chunk = np.concatenate([*self._held, np.empty(0, self._dtype)]).tobytes()
+    self._digest.update(chunk)
+    self._file.write(chunk)
+    self._held.clear()
+    self._num_held = 0
+
+  def _path(self, suffix: str) -> epath.Path:
+    return self._directory / f"{self._name}.{suffix}"
 
 
 def _write_whole(path: epath.Path, data: bytes) -> None:
@@ -159,10 +193,7 @@ class Split:
     for shard in self._shards:
       wanted = {"tokens": shard.sha256, "documents": shard.documents_sha256}
       for suffix, sha256 in wanted.items():
-        path = self._file(shard, suffix)
-        with path.open("rb") as f:
-          if hashlib.file_digest(f, "sha256").hexdigest() != sha256:
-            raise UserError(f"{path} does not match its checksum{_AGAIN}")
+        check_sha256(self._file(shard, suffix), sha256)
 
   def _open(self) -> None:
     for shard in self._shards:
@@ -176,6 +207,12 @@ class Split:
 
   def _file(self, shard: Shard, suffix: str) -> epath.Path:
     return self._directory / f"{shard.name}.{suffix}"
+
+
+def check_sha256(path: epath.Path, sha256: str) -> None:
+  with path.open("rb") as f:
+    if hashlib.file_digest(f, "sha256").hexdigest() != sha256:
+      raise UserError(f"{path} does not match its checksum{_AGAIN}")
 
 
 def _check_size(path: epath.Path, size: int) -> None:
@@ -196,7 +233,7 @@ class StoreReader:
 
   def __init__(self, directory: epath.PathLike):
     self.directory = epath.Path(directory).expanduser()
-    manifest = _read_manifest(self.directory)
+    manifest = read_manifest(self.directory)
     try:
       self.vocab_size = int(manifest["vocab_size"])
       self._dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
@@ -210,6 +247,11 @@ class StoreReader:
     if self.tokenizer.sha256 != tokenizer_sha256:
       raise UserError(
         f"{self.directory / TOKENIZER} is not the tokenizer that made this store{_AGAIN}"
+      )
+    if self.vocab_size != self.tokenizer.vocab_size or self._dtype != token_dtype(self.vocab_size):
+      raise UserError(
+        f"{self.directory / MANIFEST} says {self._dtype.name} for {self.vocab_size} pieces, which "
+        f"does not fit the tokenizer's {self.tokenizer.vocab_size}{_AGAIN}"
       )
 
   @property
@@ -232,7 +274,7 @@ class StoreReader:
       self.split(name).verify()
 
 
-def _read_manifest(directory: epath.Path) -> dict[str, Any]:
+def read_manifest(directory: epath.Path) -> dict[str, Any]:
   path = directory / MANIFEST
   try:
     manifest = json.loads(path.read_bytes())

@@ -1,17 +1,23 @@
 """SentencePiece, loaded or trained, with the special ids that packing needs."""
 
+import functools
 import hashlib
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import sentencepiece
 from etils import epath
 
 from nanosam.errors import UsageError, UserError
 
-# Trainer input lines above this are skipped by SentencePiece; real lines stay far below it.
+MODEL_TYPES = ("unigram", "bpe")
+
+# SentencePiece's trainer skips lines above this many bytes, so longer ones are cut.
 _MAX_LINE_BYTES = 1 << 16
+# Encoding needs about 20 bytes of memory for each of the text, so long texts go in parts.
+_PART_CHARS = 1 << 20
 
 
 class Tokenizer:
@@ -50,7 +56,21 @@ class Tokenizer:
 
   def encode(self, text: str) -> list[int]:
     """Ids of the text alone, without bos and eos."""
-    return self._model.encode(text)
+    return self.encode_array(text).tolist()
+
+  def encode_array(self, text: str) -> np.ndarray:
+    """The same as int32."""
+    if len(text) <= _PART_CHARS:
+      return self._model.encode(text, return_type="numpy")
+    parts = _cut(text, _PART_CHARS)
+    joined = [next(parts), *(p.removeprefix(" ") if self._adds_a_space else p for p in parts)]
+    return np.concatenate([self._model.encode(p, return_type="numpy") for p in joined])
+
+  @functools.cached_property
+  def _adds_a_space(self) -> bool:
+    """Whether the model puts a space before a text, so that parts must not bring their own."""
+    a_b, a, b = (self._model.encode(text) for text in ("a b", "a", " b"))
+    return a_b != a + b
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     return self._model.encode(list(texts))
@@ -59,20 +79,41 @@ class Tokenizer:
     return self._model.decode([int(i) for i in ids])
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-  """Byte-pair encoding over the lines of `texts`; the same text gives the same model.
+def _cut(text: str, size: int) -> Iterator[str]:
+  """Parts of at most `size` characters, each begun before a lone space if there is one."""
+  start = 0
+  while len(text) - start > size:
+    stop = start + size
+    spaces = list(re.finditer(r"(?<=\S) (?=\S)", text[stop - min(size, 4096) // 2 : stop]))
+    if spaces:
+      stop -= min(size, 4096) // 2 - spaces[-1].start()
+    yield text[start:stop]
+    start = stop
+  yield text[start:]
+
+
+def train_tokenizer(
+  texts: Iterable[str], vocab_size: int, model_type: str = "bpe", name: str = "the tokenizer"
+) -> Tokenizer:
+  """A vocabulary for the lines of `texts`; the same text gives the same model.
 
   Nothing is normalised: spaces and indentation are pieces, and what the vocabulary lacks
   (newlines among it) falls back to bytes, so decode(encode(text)) == text. The one exception is
   U+2581, SentencePiece's own sign for a space.
   """
-  lines = (line for text in texts for line in text.split("\n") if line and not line.isspace())
+  lines = (
+    part
+    for text in texts
+    for line in text.split("\n")
+    if line and not line.isspace()
+    for part in _cut(line, _MAX_LINE_BYTES // 4)  # a character takes at most four bytes
+  )
   model = io.BytesIO()
   try:
     sentencepiece.SentencePieceTrainer.train(
       sentence_iterator=lines,
       model_writer=model,
-      model_type="bpe",
+      model_type=model_type,
       vocab_size=vocab_size,
       pad_id=0,
       eos_id=1,
@@ -88,7 +129,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
   except RuntimeError as e:
     raise UsageError(f"cannot train a tokenizer of vocab_size={vocab_size}: {_reason(e)}") from e
-  return Tokenizer(model.getvalue())
+  return Tokenizer(model.getvalue(), name)
 
 
 def _reason(error: RuntimeError) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import optax
-from absl import logging
 
 from nanosam.optim import schedules
+from nanosam.optim.direction import Moments
 
 
 def _path(path) -> str:
@@ -60,12 +60,33 @@ BASES: dict[str, Callable[[Any], optax.GradientTransformation]] = {
 }
 
 
-def decay_mask(params: Any, pattern: str) -> Any:
-  """Which parameters decay: those whose path matches `pattern`."""
-  mask = jax.tree_util.tree_map_with_path(lambda p, _: bool(re.search(pattern, _path(p))), params)
-  kept = [_path(p) for p, hit in jax.tree_util.tree_leaves_with_path(mask) if not hit]
-  logging.info("weight decay leaves out: %s", ", ".join(kept) or "nothing")
-  return mask
+def matching(params: Any, pattern: str) -> Any:
+  """True for the parameters whose path matches the regex `pattern`."""
+  return jax.tree_util.tree_map_with_path(lambda p, _: bool(re.search(pattern, _path(p))), params)
+
+
+def moments(opt_state: optax.OptState) -> Moments:
+  """What this optimizer remembers for every parameter, if it does."""
+  for part in opt_state:
+    if isinstance(part, optax.ScaleByAdamState):
+      return Moments(part.mu, part.nu, part.count)
+    if isinstance(part, optax.ScaleByLionState):
+      return Moments(part.mu)
+    if isinstance(part, optax.TraceState):
+      return Moments(part.trace)
+  return Moments()
+
+
+def rho(opt) -> float | schedules.Schedule:
+  rate = learning_rate(opt)
+  return schedules.rho(
+    kind=opt.rho_schedule,
+    rho=opt.rho,
+    warmup_steps=opt.rho_warmup_steps,
+    pieces=opt.rho_pieces,
+    num_train_steps=opt.num_train_steps,
+    relative_learning_rate=lambda step: rate(step) / opt.peak_learning_rate,
+  )
 
 
 def learning_rate(opt) -> schedules.Schedule:
@@ -84,7 +105,7 @@ def make_base(opt, params: Any) -> optax.GradientTransformation:
   """Clipping, the optimizer's own direction, decoupled decay, learning rate: in this order."""
   clip = [optax.clip_by_global_norm(opt.clip_by_global_norm)] if opt.clip_by_global_norm else []
   decay = (
-    [optax.add_decayed_weights(opt.weight_decay, decay_mask(params, opt.weight_decay_params))]
+    [optax.add_decayed_weights(opt.weight_decay, matching(params, opt.weight_decay_params))]
     if opt.weight_decay
     else []
   )

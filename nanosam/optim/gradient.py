@@ -1,69 +1,112 @@
 """The gradient that a method hands to the base optimizer."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from nanosam import head
 from nanosam.data.batch import Batch
-from nanosam.model import Params, unembedding
-from nanosam.optim.registry import Method
-from nanosam.sharding import split_like_parameters, split_over_batch
+from nanosam.model import Params
+from nanosam.optim.direction import Direction, Moments, perturbation
+from nanosam.optim.passes import Kept, Passes, interleaved, sweep
+from nanosam.optim.registry import HERE, THERE, Path
+
+NO_PERTURBATION = "guard/no_perturbation"
+
+Metrics = dict[str, jax.Array]
 
 
-class Net(NamedTuple):
-  """A model as the methods see it."""
+class Method(NamedTuple):
+  """A row of the registry, worked out for one config."""
 
-  hidden: Callable[[Params, Batch], jax.Array]  # last hidden states, B x L x D
-  chunk: int  # of the head
-
-
-def visit(
-  net: Net, params: Params, batch: Batch
-) -> tuple[head.Point, Callable[[head.Point], Params]]:
-  """One forward pass: what the head needs, and the way back to the parameters.
-
-  A tied embedding is both read by the body and handed to the head, so the way back adds its two
-  gradients.
-  """
-  point, back = jax.vjp(lambda p: head.Point(net.hidden(p, batch), unembedding(p)), params)
-  return point, lambda gradient: split_like_parameters(back(gradient)[0])
+  direction: Direction | None
+  path: Path
+  opt: Any
+  only_perturbed: Callable[[Params], Params]  # zeroes what is left out of the perturbation
 
 
-def targets(batch: Batch, total_weight: jax.Array) -> head.Targets:
-  return head.Targets(batch.targets_BxL, batch.weights_BxL / total_weight)
+class Estimate(NamedTuple):
+  gradient: Params
+  plain: Params | None  # the gradient at theta, if the method makes it
+  metrics: Metrics
 
 
-def estimate(
-  method: Method, net: Net, params: Params, batch: Batch, microbatches: int
-) -> tuple[jax.Array, Params]:
-  """Loss at the parameters and the gradient by `method`, over the whole batch."""
-  total_weight = jnp.maximum(jnp.sum(batch.weights_BxL), 1)
+def estimate(method: Method, passes: Passes, moments: Moments, rho: jax.Array | float) -> Estimate:
+  """The gradient by `method`; a `rho` that is a float is constant, and decides while tracing."""
+  direction, path = method.direction, method.path
+  if direction is None or (isinstance(rho, float) and rho == 0):
+    loss, g, _ = passes.plain()
+    return Estimate(g, g, {"train/loss": loss})
 
-  def one(micro: Batch) -> tuple[jax.Array, Params]:
-    here, back = visit(net, params, micro)
-    out = head.vjp([(1.0, here)], here, targets(micro, total_weight), chunk=net.chunk)
-    return out.losses[0], back(out.gradient)
+  if direction.needs_gradient:
+    loss, g, kept = passes.plain(path)
+    met = {"train/loss": loss}
+  else:
+    g, kept, met = None, Kept(), {}
 
-  return accumulate(one, batch, microbatches)
+  def perturbed() -> tuple[Params, Metrics]:
+    ray = _ray(method, g, passes.params, moments)
+    eps, usable = perturbation(ray, rho)
+    gradient, losses = passes.along(path, eps, kept)
+    if path.plain:
+      gradient = jax.tree.map(lambda a, b: path.plain * a + b, g, gradient)
+    return gradient, {**_losses(losses), **met, **_eps_metrics(eps, usable, passes.params)}
+
+  def unperturbed() -> tuple[Params, Metrics]:
+    loss, gradient = (met["train/loss"], g) if g is not None else passes.plain()[:2]
+    shape = jax.eval_shape(perturbed)[1]
+    losses = {name: loss for name in shape if name.startswith("train/")}
+    return gradient, {**jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape), **losses}
+
+  if isinstance(rho, float):
+    gradient, metrics = perturbed()
+  else:  # where a schedule says 0 the second pass is not executed
+    gradient, metrics = jax.lax.cond(rho > 0, perturbed, unperturbed)
+  return Estimate(gradient, g, metrics)
 
 
-def accumulate(one: Callable[[Batch], Any], batch: Batch, microbatches: int) -> Any:
-  """Sums `one` over microbatches: exact, since weights are divided by the whole batch's total."""
-  if microbatches == 1:
-    return one(batch)
-  micro = jax.tree.map(lambda x: _interleaved(x, microbatches), batch)
-  first = jax.eval_shape(one, jax.tree.map(lambda x: x[0], micro))
-  zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
+def estimate_by_group(
+  method: Method, passes: Passes, moments: Moments, rho: jax.Array | float, group: int
+) -> Estimate:
+  """m-SAM: each group of sequences has its own perturbation; gradients and metrics are averaged."""
+  groups = len(passes.batch.inputs_BxL) // group
+  total = jnp.maximum(jnp.sum(passes.batch.weights_BxL), 1)
 
-  def add(total, m):
-    return jax.tree.map(jnp.add, total, one(m)), None
+  def one(batch: Batch) -> tuple[Any, None]:
+    part = estimate(method, dataclasses.replace(passes, batch=batch), moments, rho)
+    share = jnp.sum(batch.weights_BxL) / total
+    return jax.tree.map(lambda x: share * x, part), None
 
-  return jax.lax.scan(add, zero, micro)[0]
+  return sweep(one, interleaved(passes.batch, groups), groups)[0]
 
 
-def _interleaved(x_B: jax.Array, microbatches: int) -> jax.Array:
-  """[B, ...] to [K, B/K, ...] with every K-th row in a microbatch: no row changes its device."""
-  return split_over_batch(jnp.moveaxis(x_B.reshape(-1, microbatches, *x_B.shape[1:]), 1, 0), axis=1)
+def _ray(method: Method, g: Params | None, params: Params, moments: Moments):
+  mask = method.only_perturbed
+  if g is not None:
+    g = mask(g)
+  if moments.mu is not None:
+    moments = moments._replace(mu=mask(moments.mu))
+  assert method.direction is not None
+  return method.direction.ray(g, params, moments, method.opt)
+
+
+def _losses(by_site: dict[str, jax.Array]) -> Metrics:
+  names = {HERE: "train/loss", THERE: "train/loss_perturbed"}
+  return {names[site]: loss for site, loss in by_site.items()}
+
+
+def _eps_metrics(eps: Params, usable: jax.Array, params: Params) -> Metrics:
+  """How large the perturbation is, and where it goes: no extra pass, a few sums."""
+  squares = {group: optax.tree.norm(part, squared=True) for group, part in eps.items()}
+  total = jnp.sum(jnp.stack(list(squares.values())))
+  count = sum(x.size for x in jax.tree.leaves(eps))
+  return {
+    "opt/eps_norm": jnp.sqrt(total),
+    "opt/eps_ratio": jnp.sqrt(total) / optax.tree.norm(params),
+    "opt/eps_rms": jnp.sqrt(total / count),
+    NO_PERTURBATION: 1 - usable.astype(total.dtype),
+    **{f"eps_share/{group}": s / jnp.maximum(total, 1e-30) for group, s in squares.items()},
+  }

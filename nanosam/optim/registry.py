@@ -1,12 +1,90 @@
-"""The optimizer family as one table: where to perturb, whose residual, whose Jacobian."""
+"""The family as one table: along what to perturb, and which path the gradient takes.
 
-from typing import NamedTuple
+A gradient is J^T r: the Jacobian of the logits applied to the residual dloss/dlogits. Each factor
+can be taken at theta (HERE) or at the perturbed theta' (THERE); that choice is the path.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from nanosam.errors import UsageError
+from nanosam.optim import direction as along
+
+HERE, THERE = "theta", "theta'"
+
+
+class Term(NamedTuple):
+  """J(jacobian)^T sum_i c_i r(site_i)."""
+
+  jacobian: str
+  residual: tuple[tuple[float, str], ...]
+
+
+class Path(NamedTuple):
+  """plain * g + the sum of the terms; or g plus the derivative of g along eps."""
+
+  terms: tuple[Term, ...]
+  plain: float = 0.0
+  derivative: bool = False
+
+  def uses(self, site: str) -> bool:
+    return any(site in (t.jacobian, *(s for _, s in t.residual)) for t in self.terms)
+
+
+full = Path((Term(THERE, ((1.0, THERE),)),))
+functional = Path((Term(THERE, ((1.0, HERE),)),))
+logit = Path((Term(HERE, ((1.0, THERE),)),))
+penalty = Path((), plain=1.0, derivative=True)
+
+
+def angle(opt: Any) -> Path:
+  """From the functional path (phi 0) to the logit path (phi pi/2); Eq. 19 of arXiv 2502.02407.
+
+  The `short` form saves a backward pass and agrees to second order in rho.
+  """
+  s, c = math.sin(opt.phi), math.cos(opt.phi)
+  if opt.angle_form == "short":
+    return Path((Term(THERE, ((c - s, HERE), (s, THERE))),), plain=1 - c)
+  return Path((Term(HERE, ((s, THERE),)), Term(THERE, ((c, HERE),))), plain=1 - s - c)
 
 
 class Method(NamedTuple):
-  """How the gradient that reaches the base optimizer is made."""
+  direction: along.Direction | None
+  path: Path | Callable[[Any], Path] = Path((), plain=1.0)
 
 
+# fmt: off
 METHODS: dict[str, Method] = {
-  "adamw": Method(),
+  "adamw":                     Method(None),
+  "sam":                       Method(along.gradient,                full),
+  "func_sam":                  Method(along.gradient,                functional),
+  "logit_sam":                 Method(along.gradient,                logit),
+  "angle_sam":                 Method(along.gradient,                angle),
+  "penalty_sam":               Method(along.gradient,                penalty),
+  "precond_sam":               Method(along.preconditioned,          full),
+  "precond_func_sam":          Method(along.preconditioned,          functional),
+  "asam":                      Method(along.adaptive,                full),
+  "momentum_sam":              Method(along.momentum,                full),
+  "momentum_func_sam":         Method(along.momentum,                functional),
+  "momentum_precond_func_sam": Method(along.preconditioned_momentum, functional),
 }
+# fmt: on
+
+
+def resolve(opt: Any) -> tuple[along.Direction | None, Path]:
+  """The method of a config, its path worked out; refuses a base that cannot carry it."""
+  method = METHODS[opt.method]
+  path = method.path(opt) if callable(method.path) else method.path
+  needs = method.direction
+  if needs and needs.needs_nu and opt.base != "adamw":
+    raise UsageError(
+      f"opt.method={opt.method} needs a second moment of every parameter, which "
+      f"opt.base={opt.base} does not keep: use opt.base=adamw, or a method without precond"
+    )
+  if needs and needs.needs_mu and (opt.base not in ("adamw", "sgd", "lion") or not opt.b1):
+    raise UsageError(
+      f"opt.method={opt.method} needs a first moment of every parameter, which "
+      f"opt.base={opt.base} with opt.b1={opt.b1} does not keep: use adamw, lion or sgd with opt.b1 > 0"
+    )
+  return method.direction, path

@@ -8,6 +8,10 @@ import jax.numpy as jnp
 Schedule = Callable[[jax.Array | int], jax.Array]
 
 
+DECAY_TYPES = ("cosine", "linear", "rsqrt", "constant", "wsd")
+RHO_SCHEDULES = ("constant", "warmup", "lr", "piecewise")
+
+
 def _cosine(progress, peak, final):
   return final + (peak - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
 
@@ -52,4 +56,37 @@ def learning_rate(
   return schedule
 
 
-DECAY_TYPES = ("cosine", "linear", "rsqrt", "constant", "wsd")
+def rho(
+  *,
+  kind: str,
+  rho: float,
+  warmup_steps: int,
+  pieces: str,
+  num_train_steps: int,
+  relative_learning_rate: Schedule,
+) -> float | Schedule:
+  """The radius over time, or the float it always is.
+
+  `warmup` rises linearly from 0; `lr` is proportional to the learning rate; `piecewise` multiplies
+  by the last of `pieces` ("fraction:factor,...") whose fraction of training has passed, and by 0
+  before the first.
+  """
+  if kind == "constant" or rho == 0:
+    return float(rho)
+  if kind == "warmup":
+    return lambda step: rho * jnp.clip(jnp.asarray(step, jnp.float32) / max(warmup_steps, 1), 0, 1)
+  if kind == "lr":
+    return lambda step: rho * relative_learning_rate(step)
+  parsed = parse_pieces(pieces)
+  starts = jnp.asarray([round(fraction * num_train_steps) for fraction, _ in parsed])
+  factors = jnp.asarray([0.0, *(factor for _, factor in parsed)], jnp.float32)
+  return lambda step: rho * factors[jnp.sum(jnp.asarray(step) >= starts)]
+
+
+def parse_pieces(text: str) -> list[tuple[float, float]]:
+  """ "0.8:1" -> [(0.8, 1.0)]; ValueError if it is not of that form, in rising order."""
+  pieces = [tuple(map(float, piece.split(":"))) for piece in text.split(",")]
+  good = all(len(p) == 2 and 0 <= p[0] <= 1 and p[1] >= 0 for p in pieces)
+  if not good or pieces != sorted(pieces):
+    raise ValueError("write fraction:factor,fraction:factor with rising fractions in [0, 1]")
+  return [(p[0], p[1]) for p in pieces]

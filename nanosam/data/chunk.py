@@ -1,0 +1,168 @@
+"""One chunk of the input turned into shards: the part of `prepare` that runs in many processes.
+
+A chunk is a run of raw records on disk, and its directory becomes
+
+    input                     the raw records, deleted at the end
+    train-00000.tokens, .documents, .array_record      and the same for validation, if any
+    chunk.json                what is in it; written last, so without it there is no chunk
+
+Imports neither jax nor tensorflow_datasets: a worker starts in a fraction of a second.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing import parent_process
+from pathlib import Path
+from typing import Any
+
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from nanosam.data import formats, tfrecord
+from nanosam.data.store import ShardWriter, StoreWriter
+from nanosam.data.tokenizer import Tokenizer
+from nanosam.errors import UserError
+
+RECORD = "chunk.json"
+INPUT = "input"
+TEXT_FIELD = "text"  # of the data set written, whatever the input calls it
+SHOWN_PROBLEMS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+  """What decides the result for given input files."""
+
+  text_field: str
+  validation_fraction: float  # of the documents of input files that are not for validation
+  on_error: str  # fail | skip
+
+  def split_of(self, document: formats.Document) -> str:
+    """By what the document says, so that copies of it never stand on both sides."""
+    digest = hashlib.sha256(document.utf8).digest()
+    is_validation = int.from_bytes(digest[:8], "big") < self.validation_fraction * 2**64
+    return "validation" if is_validation else "train"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+  directory: Path
+  split: str | None  # None: decided document by document
+  pieces: tuple[tuple[str, int, int], ...]  # path, number of the first record, bytes in the input
+  problems: tuple[formats.Problem, ...]  # met while cutting
+
+  def documents(self, text_field: str) -> Iterator[formats.Document | formats.Problem]:
+    with open(self.directory / INPUT, "rb") as f:
+      for path, first, size in self.pieces:
+        piece = formats.Piece(path, first, f.read(size), 0)
+        yield from formats.documents(piece, text_field)
+
+
+class Problems:
+  """Counts what was left out, and keeps the first few; or raises at once."""
+
+  def __init__(self, on_error: str):
+    self._fail = on_error == "fail"
+    self.count = 0
+    self.first: list[str] = []
+
+  def add(self, problem: formats.Problem) -> None:
+    if self._fail:
+      raise UserError(f"{problem}; mend it, or leave such documents out with --on_error=skip")
+    self.count += 1
+    if len(self.first) < SHOWN_PROBLEMS:
+      self.first.append(str(problem))
+
+
+def start_worker() -> None:
+  """Leaves ctrl-C to the parent, and does not outlive it."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  parent = parent_process()
+  assert parent is not None
+
+  def follow() -> None:
+    parent.join()
+    os._exit(1)
+
+  threading.Thread(target=follow, daemon=True).start()
+
+
+@functools.cache
+def _tokenizer(path: str) -> Tokenizer:
+  return Tokenizer.load(path)
+
+
+def process(chunk: Chunk, rules: Rules, tokenizer_path: str) -> dict[str, Any]:
+  """Writes the chunk's shards and chunk.json, and returns what the latter says."""
+  try:
+    return _process(chunk, rules, _tokenizer(tokenizer_path))
+  except OSError as e:
+    raise UserError(
+      f"cannot write {chunk.directory}: {e.strerror or e}; mend that and run the same command again"
+    ) from e
+
+
+def _process(chunk: Chunk, rules: Rules, tokenizer: Tokenizer) -> dict[str, Any]:
+  problems = Problems(rules.on_error)
+  for problem in chunk.problems:
+    problems.add(problem)
+  writers: dict[str, _SplitWriter] = {}
+  for item in chunk.documents(rules.text_field):
+    if isinstance(item, formats.Problem):
+      problems.add(item)
+      continue
+    split = chunk.split or rules.split_of(item)
+    if split not in writers:
+      writers[split] = _SplitWriter(chunk.directory, split, tokenizer)
+    writers[split].add(item)
+  record = {
+    "splits": {split: writer.finish() for split, writer in sorted(writers.items())},
+    "skipped": problems.count,
+    "first_skipped": problems.first,
+  }
+  write_json(chunk.directory / RECORD, record)
+  os.unlink(chunk.directory / INPUT)
+  return record
+
+
+class _SplitWriter:
+  """The documents of one split, as tokens and as text."""
+
+  def __init__(self, directory: Path, split: str, tokenizer: Tokenizer):
+    self._tokenizer = tokenizer
+    self._tokens: ShardWriter = StoreWriter(directory, tokenizer).shard(split, 0)
+    self._path = directory / f"{split}-00000.array_record"
+    # One record a group: any document can be read without its neighbours.
+    self._texts = ArrayRecordWriter(os.fspath(self._path), "group_size:1,zstd")
+
+  def add(self, document: formats.Document) -> None:
+    self._tokens.add(self._tokenizer.encode_array(document.text), len(document.utf8))
+    with _as_os_error():
+      self._texts.write(tfrecord.text_example(TEXT_FIELD, document.utf8))
+
+  def finish(self) -> dict[str, Any]:
+    with _as_os_error():
+      self._texts.close()
+    with open(self._path, "rb") as f:
+      sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+    return {"tokens": dataclasses.asdict(self._tokens.finish()), "text_sha256": sha256}
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+  try:
+    yield
+  except RuntimeError as e:  # what ArrayRecord raises on a full disk
+    raise OSError(str(e)) from e
+
+
+def write_json(path: Path, value: Any) -> None:
+  partial = path.with_name(f"{path.name}.partial")
+  partial.write_text(json.dumps(value, indent=1) + "\n")
+  partial.replace(path)

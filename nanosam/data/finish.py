@@ -1,0 +1,132 @@
+"""The end of `prepare`: moves the shards of all chunks to their places and describes them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from nanosam.data.chunk import RECORD, SHOWN_PROBLEMS, TEXT_FIELD, write_json
+from nanosam.data.cut import chunk_directories
+from nanosam.data.store import TOKENIZER, Shard, StoreWriter
+from nanosam.data.tokenizer import Tokenizer
+from nanosam.errors import UserError
+
+PLAN = "prepare.json"
+TEXT = "text/1.0.0"
+SPLITS = ("train", "validation")
+
+
+class _Made(NamedTuple):
+  shards: dict[str, list[tuple[Path, dict[str, Any]]]]  # directory and record of each, by split
+  skipped: int
+  first_skipped: list[str]
+
+
+def finish(out: Path, unfinished: Path, groups: int) -> dict[str, Any]:
+  """Returns what prepare.json then holds. Cut short, it can be repeated."""
+  made = _gather(unfinished, groups)
+  _check_splits(out, made)
+  shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
+  text_sha256: dict[str, str] = {}
+  (out / TEXT).mkdir(parents=True, exist_ok=True)
+  for split, found in made.shards.items():
+    for number, (directory, shard) in enumerate(found):
+      name = f"{split}-{number:05d}"
+      text = f"{TEXT}/text-{split}.array_record-{number:05d}-of-{len(found):05d}"
+      _move(directory / f"{split}-00000.array_record", out / text)
+      for suffix in ("documents", "tokens"):
+        _move(directory / f"{split}-00000.{suffix}", out / f"{name}.{suffix}")
+      shards[split].append(Shard(**{**shard["tokens"], "name": name}))
+      text_sha256[text] = shard["text_sha256"]
+  _write_tfds_metadata(out / TEXT, shards)
+  tokenizer = Tokenizer.load(out / TOKENIZER)
+  summary = {
+    **{split: _totals(found) for split, found in shards.items()},
+    "vocab_size": tokenizer.vocab_size,
+    "skipped": made.skipped,
+    "first_skipped": made.first_skipped,
+  }
+  record = json.loads((out / PLAN).read_bytes())
+  record |= {"summary": summary, "text_sha256": text_sha256}
+  write_json(out / PLAN, record)
+  StoreWriter(out, tokenizer).finish(shards)
+  shutil.rmtree(unfinished)
+  return record
+
+
+def _gather(unfinished: Path, groups: int) -> _Made:
+  made = _Made({split: [] for split in SPLITS}, 0, [])
+  for directory in (d for g in range(groups) for d in chunk_directories(unfinished, g)):
+    record = json.loads((directory / RECORD).read_bytes())
+    first_skipped = [*made.first_skipped, *record["first_skipped"]][:SHOWN_PROBLEMS]
+    made = _Made(made.shards, made.skipped + record["skipped"], first_skipped)
+    for split, shard in record["splits"].items():
+      made.shards[split].append((directory, shard))
+  return made
+
+
+def _check_splits(out: Path, made: _Made) -> None:
+  if not made.shards["train"]:
+    first = f" ({made.first_skipped[0]})" if made.first_skipped else ""
+    raise UserError(f"no document is left to train on{first}; delete {out} and name other files")
+  if not made.shards["validation"]:
+    raise UserError(
+      f"no document fell to validation; delete {out} and raise --validation_fraction, or name "
+      "files with --validation"
+    )
+
+
+def _move(source: Path, target: Path) -> None:
+  if source.exists():
+    source.replace(target)
+  elif not target.exists():
+    raise UserError(f"{source} is gone; delete {target.parent} and start over")
+
+
+def _totals(shards: list[Shard]) -> dict[str, int]:
+  return {
+    "documents": sum(s.documents for s in shards),
+    "tokens": sum(s.tokens for s in shards),
+    "bytes": sum(s.bytes for s in shards),
+    "shards": len(shards),
+  }
+
+
+def _write_tfds_metadata(directory: Path, shards: dict[str, list[Shard]]) -> None:
+  import tensorflow_datasets as tfds
+
+  template = tfds.core.ShardedFileTemplate(
+    data_dir=epath.Path(directory), dataset_name="text", filetype_suffix="array_record"
+  )
+  tfds.folder_dataset.write_metadata(
+    data_dir=epath.Path(directory),
+    features=tfds.features.FeaturesDict({TEXT_FIELD: tfds.features.Text()}),
+    split_infos=[
+      tfds.core.SplitInfo(
+        name=split,
+        shard_lengths=[s.documents for s in found],
+        num_bytes=sum(s.bytes for s in found),
+        filename_template=template,
+      )
+      for split, found in shards.items()
+    ],
+    filename_template=template,
+    check_data=False,  # It would do so with TensorFlow.
+  )
+
+
+def describe(out: Path, summary: dict[str, Any]) -> str:
+  lines = []
+  for split in SPLITS:
+    s = summary[split]
+    lines.append(
+      f"  {split:<11}{s['documents']:,} documents, {s['tokens']:,} tokens, {s['bytes']:,} bytes, "
+      f"{s['bytes'] / s['tokens']:.3f} bytes per token, {s['shards']} shards"
+    )
+  lines.append(f"  vocabulary {summary['vocab_size']:,} pieces")
+  lines.append(f"  skipped    {summary['skipped']:,} documents")
+  lines += [f"    {problem}" for problem in summary["first_skipped"]]
+  lines.append(f"  train with --config.data.source=tokens:{out}")
+  return "\n".join(lines)

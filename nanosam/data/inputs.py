@@ -1,0 +1,112 @@
+"""Which files `prepare` reads, in which order, and how they are grouped into shards."""
+
+import argparse
+import dataclasses
+import glob
+import json
+import os
+from typing import Any
+
+from etils import epath
+
+from nanosam.data import formats
+from nanosam.data.tokenizer import Tokenizer
+from nanosam.errors import UsageError
+
+FORMAT = 1
+_SHARDS = 256  # aimed at, within the limits below
+_MIN_SHARD_BYTES, _MAX_SHARD_BYTES = 4 << 20, 256 << 20
+_COMPRESSION = 3  # of text, roughly
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+  path: str
+  bytes: int
+  modified: float
+  split: str | None  # None: decided document by document
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """All that decides the result; prepare.json keeps it from the beginning."""
+
+  arguments: dict[str, Any]
+  inputs: list[Input]
+  groups: list[list[int]]  # consecutive inputs of one split, cut into chunks as if one file
+  shard_bytes: int  # of raw input in a chunk
+
+  def paths(self, group: list[int]) -> list[str]:
+    return [self.inputs[i].path for i in group]
+
+  def to_json(self) -> dict[str, Any]:
+    return json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}))
+
+
+def make_plan(a: argparse.Namespace) -> Plan:
+  """The plan of prepare's arguments."""
+  validation = {p: "validation" for pattern in a.validation or () for p in expand(pattern)}
+  rest = "train" if validation else None
+  found = {p: rest for pattern in a.input for p in expand(pattern)} | validation
+  if set(found) == set(validation):
+    raise UsageError("every input file is for validation; name files to train on with --input")
+  inputs = []
+  for path, split in sorted(found.items()):
+    formats.kind_of(path)
+    stat = epath.Path(path).stat()
+    inputs.append(Input(path, stat.length, stat.mtime, split))
+  total = sum(i.bytes for i in inputs)
+  guess = min(max(total * _COMPRESSION // _SHARDS, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES)
+  shard_bytes = a.shard_bytes or guess
+  tokenizer = Tokenizer.load(a.tokenizer).sha256 if a.tokenizer else None
+  arguments = {
+    "tokenizer": tokenizer,
+    "vocab_size": None if tokenizer else a.vocab_size,
+    "model_type": None if tokenizer else a.model_type,
+    "sample_bytes": None if tokenizer else a.sample_bytes,
+    "text_field": a.text_field,
+    "validation_fraction": a.validation_fraction,
+    "shard_bytes": a.shard_bytes,
+  }
+  return Plan(arguments, inputs, _grouped(inputs, shard_bytes), shard_bytes)
+
+
+def expand(pattern: str) -> list[str]:
+  """The files that match, local or remote."""
+  if "://" in pattern:
+    scheme, _, rest = pattern.partition("://")
+    bucket, _, tail = rest.partition("/")
+    found = [os.fspath(p) for p in epath.Path(f"{scheme}://{bucket}").glob(tail)]
+  else:
+    found = [os.path.abspath(p) for p in glob.glob(os.path.expanduser(pattern), recursive=True)]
+    found = [p for p in found if os.path.isfile(p)]
+  if not found:
+    raise UsageError(f"no file matches {pattern}")
+  return found
+
+
+def _grouped(inputs: list[Input], shard_bytes: int) -> list[list[int]]:
+  """Small files together, so that a shard has a decent size; large ones alone."""
+  groups: list[list[int]] = []
+  size = 0
+  for i, file in enumerate(inputs):
+    if not groups or size >= shard_bytes or file.split != inputs[groups[-1][0]].split:
+      groups.append([])
+      size = 0
+    groups[-1].append(i)
+    size += file.bytes
+  return groups
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+  """What differs between two plans in JSON form, but for the state of the files."""
+  if old.get("format") != FORMAT:
+    return [f"format: {old.get('format')} -> {FORMAT}"]
+  a, b = old["arguments"], new["arguments"]
+  found = [f"{key}: {a.get(key)} -> {b[key]}" for key in b if a.get(key) != b[key]]
+  before, after = ({(i["path"], i["split"]) for i in plan["inputs"]} for plan in (old, new))
+  for names, files in (("without", before - after), ("now with", after - before)):
+    if files:
+      more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+      found.append(f"{names} {min(path for path, _ in files)}{more}")
+  return found

@@ -1,0 +1,151 @@
+"""Looks at a data source: how much there is, what it looks like, how fast it is read.
+
+    python -m nanosam.data.inspect --source=tokens:DIR [--config=configs/FILE.py[:k=v,...]]
+
+With a config, in its rows, and with how often its run would see the data; without --source, at the
+config's own. --verify reads a token store to the last byte and compares checksums.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from nanosam import errors
+from nanosam.data.batch import batch_hash
+from nanosam.data.finish import PLAN
+from nanosam.data.pipeline import Source, open_source
+from nanosam.data.store import StoreReader, check_sha256
+from nanosam.errors import UsageError
+
+_SECONDS = 2.0  # of measuring throughput
+
+
+class _Parser(argparse.ArgumentParser):
+  def error(self, message: str) -> Any:
+    raise UsageError(f"{message}; see --help")
+
+
+def main(argv: list[str]) -> None:
+  a = parse(argv[1:])
+  config = _load_config(a.config) if a.config else None
+  name = a.source or (config and config.data.source)
+  if not name:
+    raise UsageError("nothing to look at: say --source=tokens:DIR, or --config=FILE.py")
+  source = open_source(
+    name,
+    vocab_size=config.data.vocab_size if config else a.vocab_size,
+    cache_dir=a.cache_dir,
+    data_dir=a.data_dir,
+    tokenizer=a.tokenizer,
+    text_field=a.text_field,
+  )
+  if a.verify:
+    verify(name)
+  L, batch_size = (config.model.L, config.batch_size) if config else (a.length, a.batch_size)
+  facts = look(source, name, L=L, batch_size=batch_size, workers=a.workers, rows=a.rows)
+  if config:
+    tokens = config.opt.num_train_steps * batch_size * L
+    facts["config_tokens"] = tokens
+    facts["config_epochs"] = tokens / source.train_tokens
+  print(json.dumps(facts) if a.json else describe(facts))
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+  p = _Parser("python -m nanosam.data.inspect", allow_abbrev=False)
+  p.add_argument("--source", help="embedded, tokens:DIR, tfds:NAME or tfds:DIR")
+  p.add_argument("--config", help="FILE.py[:k=v,...]")
+  p.add_argument("--length", type=int, default=512, help="of a row, without a config (%(default)s)")
+  p.add_argument("--batch_size", type=int, default=256, help="without a config (%(default)s)")
+  p.add_argument("--vocab_size", type=int, default=4096, help="of embedded (%(default)s)")
+  p.add_argument("--data_dir", default="", help="where tfds:NAME lies")
+  p.add_argument("--tokenizer", default="", help="for tfds")
+  p.add_argument("--text_field", default="text", help="for tfds (%(default)s)")
+  p.add_argument("--cache_dir", default="")
+  p.add_argument("--workers", type=int, default=0, help="reading processes (%(default)s)")
+  p.add_argument("--rows", type=int, default=5, help="to show (%(default)s)")
+  p.add_argument("--verify", action="store_true", help="compare checksums of a token store")
+  p.add_argument("--json", action="store_true")
+  return p.parse_args(argv)
+
+
+def _load_config(spec: str) -> Any:
+  from nanosam import config  # the whole framework, only if asked for
+
+  return config.load(spec)
+
+
+def look(
+  source: Source, name: str, *, L: int, batch_size: int, workers: int, rows: int
+) -> dict[str, Any]:
+  """Facts about a source, fit for JSON."""
+  stream = source.train_stream(
+    L=L,
+    batch_size=batch_size,
+    rows=range(batch_size),
+    data_seed=0,
+    repeat=True,
+    mask_documents=False,
+    workers=workers,
+    prefetch=4,
+  )
+  try:
+    first = next(stream)
+    started, steps = time.perf_counter(), 0
+    while (seconds := time.perf_counter() - started) < _SECONDS:
+      next(stream)
+      steps += 1
+  finally:
+    stream.close()
+  return {
+    "source": name,
+    "fingerprint": source.fingerprint,
+    "is_estimate": name.startswith("tfds:"),
+    "documents": source.train_documents,
+    "tokens": source.train_tokens,
+    "bytes": source.train_bytes,
+    "bytes_per_token": source.train_bytes / source.train_tokens,
+    "tokens_per_document": source.train_tokens / source.train_documents,
+    "vocab_size": source.tokenizer.vocab_size,
+    "batch_size": batch_size,
+    "length": L,
+    "tokens_per_sec": steps * batch_size * L / seconds,
+    "first_batch_hash": batch_hash(first),
+    "rows": [source.tokenizer.decode(row) for row in first.inputs_BxL[:rows]],
+  }
+
+
+def describe(facts: dict[str, Any]) -> str:
+  about = "about " if facts["is_estimate"] else ""
+  lines = [
+    f"{facts['source']}  ({facts['fingerprint']})",
+    f"  documents   {facts['documents']:,}, of {facts['tokens_per_document']:,.1f} tokens",
+    f"  tokens      {about}{facts['tokens']:,} of a vocabulary of {facts['vocab_size']:,}",
+    f"  bytes       {about}{facts['bytes']:,}, {facts['bytes_per_token']:.3f} a token",
+    f"  throughput  {facts['tokens_per_sec'] / 1e6:.2f} million tokens/s in batches of "
+    f"{facts['batch_size']} x {facts['length']}",
+  ]
+  if "config_epochs" in facts:
+    tokens = facts["config_tokens"]
+    lines.append(f"  the config  {tokens:,} tokens, {facts['config_epochs']:.3f} epochs")
+  lines.append(f"  first batch of data_seed 0 ({facts['first_batch_hash']}) begins")
+  lines += [f"    {json.dumps(row[:150], ensure_ascii=False)}" for row in facts["rows"]]
+  return "\n".join(lines)
+
+
+def verify(name: str) -> None:
+  """Compares all checksums of a token store, and of the texts that `prepare` put beside it."""
+  kind, _, directory = name.partition(":")
+  if kind != "tokens":
+    raise UsageError("--verify is for token stores: tokens:DIR")
+  store = StoreReader(directory)
+  store.verify()
+  plan = store.directory / PLAN
+  if plan.exists():
+    for file, sha256 in json.loads(plan.read_bytes())["text_sha256"].items():
+      check_sha256(store.directory / file, sha256)
+
+
+if __name__ == "__main__":
+  errors.run(main)

@@ -1,0 +1,295 @@
+"""Turns files of text into a token store and a TFDS data set, without TensorFlow or Beam.
+
+    python -m nanosam.data.prepare --input='c4/*.json.gz' --output=DIR --vocab_size=32000
+
+Reads JSON lines, Parquet, TFRecord (tf.Example) and text (one document a file), plain or gzipped.
+The same files and arguments give the same bytes, whatever the number of workers. Killed at any
+moment, the same command goes on where it was: shards that are complete stay. DIR then holds
+
+    store.json, tokenizer.model, train-00000.tokens, ...   the token store: data.source=tokens:DIR
+    text/1.0.0/                  the texts in ArrayRecord form: tfds.builder_from_directory, or
+                                 data.source=tfds:DIR, tokenised again on the fly
+    prepare.json                 arguments, input files, summary, checksums of text/
+
+and, until it is finished,
+
+    unfinished/00003-00012/      chunk 12 of group 3 of the input files (see chunk.py)
+    unfinished/group-00003.json  into how many chunks that group was cut
+    unfinished/complete.json     all chunks are there; they are being moved to their places
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from nanosam import errors
+from nanosam.data import chunk as chunk_lib
+from nanosam.data import vocabulary
+from nanosam.data.chunk import Rules, write_json
+from nanosam.data.cut import cut_chunks, drop_group
+from nanosam.data.finish import PLAN, describe, finish
+from nanosam.data.inputs import Plan, changes, make_plan
+from nanosam.data.store import MANIFEST, TOKENIZER
+from nanosam.data.tokenizer import MODEL_TYPES, Tokenizer
+from nanosam.errors import Interrupted, UsageError, UserError
+
+_UNFINISHED = "unfinished"
+_COMPLETE = "complete.json"
+
+
+def main(argv: list[str]) -> None:
+  prepare(parse(argv[1:]))
+
+
+def prepare(a: argparse.Namespace) -> dict[str, Any]:
+  """Does it all, or what is left of it; returns the summary."""
+  out = Path(a.output).expanduser()
+  plan = make_plan(a)
+  started = time.monotonic()
+  with _alone(out):
+    record = _begin_or_resume(out, plan)
+    if (out / MANIFEST).exists():
+      shutil.rmtree(out / _UNFINISHED, ignore_errors=True)
+      print(f"{out} is already prepared")
+    else:
+      plan = _recorded_plan(out, plan, record)
+      rules = Rules(a.text_field, a.validation_fraction, a.on_error)
+      _work(out, plan, rules, _vocabulary(out, plan, rules, a), a.workers)
+      record = finish(out, out / _UNFINISHED, len(plan.groups))
+      print(f"prepared {out} in {time.monotonic() - started:.1f} s")
+  print(describe(out, record["summary"]))
+  return record["summary"]
+
+
+class _Parser(argparse.ArgumentParser):
+  def error(self, message: str) -> Any:
+    raise UsageError(f"{message}; see --help")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+  summary = "Turns files of text into a token store and a TFDS data set."
+  p = _Parser("python -m nanosam.data.prepare", description=summary, allow_abbrev=False)
+  many: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "GLOB"}
+  p.add_argument("--input", required=True, help="files of documents; gs:// too", **many)
+  p.add_argument("--output", required=True, metavar="DIR", help="local directory for the result")
+  vocab = p.add_mutually_exclusive_group()
+  vocab.add_argument("--vocab_size", type=int, default=32_000, help="pieces to train (%(default)s)")
+  vocab.add_argument("--tokenizer", metavar="FILE", help="SentencePiece model to use instead")
+  p.add_argument("--model_type", choices=MODEL_TYPES, default="unigram", help="(%(default)s)")
+  p.add_argument(
+    "--sample_bytes", type=int, default=20_000_000, help="text to train on (%(default)s)"
+  )
+  p.add_argument("--text_field", default="text", help="field or column (%(default)s)")
+  p.add_argument("--validation", help="files for validation alone", **many)
+  p.add_argument(
+    "--validation_fraction", type=float, help="of the documents, without --validation (0.01)"
+  )
+  p.add_argument("--on_error", choices=("fail", "skip"), default="fail", help="(%(default)s)")
+  p.add_argument("--workers", type=int, default=_cores(), help="processes (all cores)")
+  p.add_argument(
+    "--shard_bytes", type=int, default=0, help="raw text in a shard; 0 = by the input's size"
+  )
+  a = p.parse_args(argv)
+  _check(a)
+  return a
+
+
+def _check(a: argparse.Namespace) -> None:
+  def need(good: bool, message: str) -> None:
+    if not good:
+      raise UsageError(message)
+
+  if a.validation_fraction is None:
+    a.validation_fraction = 0.0 if a.validation else 0.01
+  fraction = a.validation_fraction
+  need(not (a.validation and fraction), "--validation and --validation_fraction exclude each other")
+  need(bool(a.validation) or 0 < fraction < 1, f"--validation_fraction={fraction}: not in (0, 1)")
+  need(a.workers >= 1, f"--workers={a.workers}: at least 1")
+  need(a.shard_bytes >= 0, f"--shard_bytes={a.shard_bytes}: at least 0")
+  need(a.sample_bytes >= 1, f"--sample_bytes={a.sample_bytes}: at least 1")
+  need("://" not in a.output, f"--output={a.output}: must be local; copy the result afterwards")
+
+
+def _cores() -> int:
+  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+  try:
+    out.mkdir(parents=True, exist_ok=True)
+    handle = os.open(out, os.O_RDONLY)
+  except OSError as e:
+    raise UserError(f"cannot write to {out}: {e.strerror}; choose another --output") from e
+  try:
+    try:
+      fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+      raise UserError(f"another process is preparing {out}; wait for it or end it") from e
+    yield
+  finally:
+    os.close(handle)
+
+
+def _begin_or_resume(out: Path, plan: Plan) -> dict[str, Any]:
+  """What prepare.json holds; refuses a directory that was begun in another way."""
+  new = plan.to_json()
+  if not (out / PLAN).exists():
+    if any(p.name != _UNFINISHED for p in out.iterdir()):
+      raise UsageError(f"{out} is not empty and not of this command's making; choose another")
+    (out / _UNFINISHED).mkdir(exist_ok=True)
+    write_json(out / PLAN, new)
+    return new
+  record = json.loads((out / PLAN).read_bytes())
+  if found := changes(record, new):
+    raise UsageError(
+      f"{out} was begun with other arguments ({'; '.join(found)}); repeat those, choose another "
+      "--output, or delete it"
+    )
+  return record
+
+
+def _recorded_plan(out: Path, plan: Plan, record: dict[str, Any]) -> Plan:
+  """The plan that was begun, without what was made of files that have changed since."""
+  begun = dataclasses.replace(plan, groups=record["groups"], shard_bytes=record["shard_bytes"])
+  before = {i["path"]: i for i in record["inputs"]}
+  changed = {i.path for i in plan.inputs if before[i.path] != dataclasses.asdict(i)}
+  if changed:
+    if (out / _UNFINISHED / _COMPLETE).exists():
+      raise UsageError(f"{min(changed)} has changed since {out} was begun; delete {out}")
+    for g, group in enumerate(begun.groups):
+      if both := sorted(changed.intersection(begun.paths(group))):
+        print(f"{both[0]} has changed: reading it again")
+        drop_group(out / _UNFINISHED, g)
+    write_json(out / PLAN, {**record, "inputs": plan.to_json()["inputs"]})
+  return begun
+
+
+@contextlib.contextmanager
+def _workers(count: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
+  """A pool of processes that end at once if anything goes wrong."""
+  others = {*multiprocessing.active_children()}
+  pool = concurrent.futures.ProcessPoolExecutor(
+    count, multiprocessing.get_context("spawn"), initializer=chunk_lib.start_worker
+  )
+  try:
+    yield pool
+  except BaseException as e:
+    for process in {*multiprocessing.active_children()} - others:
+      process.terminate()
+    if isinstance(e, BrokenProcessPool):
+      raise UserError(
+        "a worker process was killed, perhaps for want of memory; run the same command to go on, "
+        "with fewer --workers if it happens again"
+      ) from e
+    if isinstance(e, KeyboardInterrupt):
+      raise Interrupted("stopped; run the same command to go on") from e
+    raise
+  finally:
+    pool.shutdown(cancel_futures=True)
+
+
+def _vocabulary(out: Path, plan: Plan, rules: Rules, a: argparse.Namespace) -> Path:
+  """The tokenizer's place in `out`, where it is put at the first call."""
+  path = out / TOKENIZER
+  if path.exists():
+    return path
+  if a.tokenizer:
+    tokenizer = Tokenizer.load(a.tokenizer)
+  else:
+    print(
+      f"training a {a.model_type} vocabulary of {a.vocab_size} pieces ...",
+      file=sys.stderr,
+      flush=True,
+    )
+    settings = {k: getattr(a, k) for k in ("vocab_size", "model_type", "sample_bytes")}
+    paths = [i.path for i in plan.inputs if i.split != "validation"]
+    with _workers(1) as pool:  # a process of its own gives its memory back
+      tokenizer = pool.submit(vocabulary.train, paths, rules, **settings).result()
+  partial = path.with_name(f"{path.name}.partial")
+  partial.write_bytes(tokenizer.model_bytes)
+  partial.replace(path)
+  return path
+
+
+def _work(out: Path, plan: Plan, rules: Rules, tokenizer: Path, workers: int) -> None:
+  """Makes every chunk that is not there yet."""
+  unfinished = out / _UNFINISHED
+  if (unfinished / _COMPLETE).exists():
+    return
+  progress = _Progress(sum(i.bytes for i in plan.inputs))
+  pending: dict[concurrent.futures.Future, int] = {}
+
+  def collect(at_most: int) -> None:
+    while len(pending) > at_most:
+      done, _ = concurrent.futures.wait(
+        pending, timeout=progress.pause, return_when=concurrent.futures.FIRST_COMPLETED
+      )
+      for future in done:
+        stored_bytes = pending.pop(future)
+        shards = future.result()["splits"].values()
+        progress.add(sum(s["tokens"]["documents"] for s in shards), stored_bytes)
+      progress.show()
+
+  with contextlib.closing(progress), _workers(workers) as pool:
+    for cut in cut_chunks(unfinished, plan, rules):
+      if cut.chunk is None:
+        progress.skip(cut.stored_bytes)
+        continue
+      task = pool.submit(chunk_lib.process, cut.chunk, rules, os.fspath(tokenizer))
+      pending[task] = cut.stored_bytes
+      collect(workers + 1)
+    collect(0)
+  write_json(unfinished / _COMPLETE, {})
+
+
+class _Progress:
+  """Documents a second, and the time left by the bytes of the input files."""
+
+  def __init__(self, total_bytes: int):
+    self._total, self._done, self._skipped = total_bytes, 0, 0
+    self._documents = 0
+    self._started = self._shown = time.monotonic()
+    self._live = sys.stderr.isatty()
+    self.pause = 0.5 if self._live else 10.0
+
+  def add(self, documents: int, stored_bytes: int) -> None:
+    self._documents += documents
+    self._done += stored_bytes
+
+  def skip(self, stored_bytes: int) -> None:
+    self._skipped += stored_bytes
+
+  def show(self) -> None:
+    now = time.monotonic()
+    if self._done and now - self._shown >= self.pause:
+      self._shown = now
+      seconds = now - self._started
+      left = (self._total - self._skipped - self._done) * seconds / self._done
+      percent = 100 * (self._skipped + self._done) / self._total
+      line = (
+        f"{percent:.0f}%  {self._documents:,} documents  {self._documents / seconds:,.0f} "
+        f"documents/s  {round(left) // 60}m{round(left) % 60:02}s left"
+      )
+      end = "" if self._live else "\n"
+      print(f"\r{line}\x1b[K" if self._live else line, file=sys.stderr, end=end, flush=True)
+
+  def close(self) -> None:
+    if self._live:
+      print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+  errors.run(main)

@@ -1,0 +1,381 @@
+"""TFDS data sets in ArrayRecord form, tokenised while training.
+
+Documents are shuffled anew each epoch and dealt out to the hosts in turn; each host tokenises and
+packs its own. How many documents fill a batch is known only by tokenising them, so the batches
+depend on the number of hosts, and a run must be resumed on as many. A token store
+(nanosam.data.prepare) has no such limit, and costs no tokenising.
+"""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+from etils import epath
+
+from nanosam.data.batch import Batch, EvalSet
+from nanosam.data.finish import TEXT
+from nanosam.data.packing import documents_that_fit, num_rows, pack_rows, shuffled
+from nanosam.data.read_ahead import check_fingerprint, read_ahead
+from nanosam.data.remote import is_remote, local_copy, reaching
+from nanosam.data.store import TOKENIZER
+from nanosam.data.tokenizer import Tokenizer
+from nanosam.errors import UsageError, UserError
+
+_INFO = "dataset_info.json"
+_GROUP = 16  # documents in one element of the read-ahead; part of a checkpoint's position
+_SAMPLED = 256  # documents that an estimate rests on
+
+
+def open_tfds(
+  name: str, *, data_dir: str, tokenizer: str, text_field: str, cache_dir: Path
+) -> "TfdsSource":
+  """Opens a data set by name (c4/en:3.1.0, under data_dir) or by directory."""
+  directory = _find(name, data_dir)
+  model = _find_tokenizer(directory, tokenizer)
+  if is_remote(directory):
+    directory = _copy(directory, cache_dir)
+  builder = _open(directory)
+  for split in ("train", "validation"):
+    if split not in builder.info.splits:
+      known = ", ".join(builder.info.splits)
+      raise UserError(f"{directory} has no {split} split, only {known}")
+  return TfdsSource(
+    train=Texts(directory, "train", text_field),
+    validation=Texts(directory, "validation", text_field),
+    tokenizer=model,
+    identity={s: list(i.shard_lengths) for s, i in builder.info.splits.items()},
+  )
+
+
+def _find(name: str, data_dir: str) -> str:
+  """The directory of a data set: itself, that of a prepared one, or by name."""
+  with reaching(name):
+    for directory in (epath.Path(name).expanduser(), epath.Path(name).expanduser() / TEXT):
+      if (directory / _INFO).exists():
+        return os.fspath(directory)
+    if is_remote(name):
+      raise UserError(f"{name} is no TFDS data set: it has no {_INFO}; check the path")
+  from tensorflow_datasets.core import read_only_builder, registered
+
+  try:
+    return os.fspath(read_only_builder.builder_from_files(name, data_dir=data_dir or None).data_dir)
+  except (registered.DatasetNotFoundError, ValueError, AssertionError) as e:
+    raise UsageError(
+      f"there is no TFDS data set {name} in {data_dir or 'the default data_dir'}: give its "
+      "directory or data.data_dir, or make a store with python -m nanosam.data.prepare"
+    ) from e
+
+
+def _open(directory: str) -> Any:
+  import tensorflow_datasets as tfds
+
+  builder = tfds.builder_from_directory(directory)
+  formats = {f.value for f in builder.info.available_file_formats()}
+  if "array_record" not in formats:
+    kind = ", ".join(sorted(formats)) or "an unknown form"
+    files = f"{directory}/*-{{}}.{kind}*"
+    raise UsageError(
+      f"{directory} is stored as {kind}, which cannot be shuffled; convert it: "
+      f"python -m nanosam.data.prepare --input='{files.format('train')}' "
+      f"--validation='{files.format('validation')}' --output=DIR, and set data.source=tokens:DIR"
+    )
+  return builder
+
+
+def _find_tokenizer(directory: str, tokenizer: str) -> Tokenizer:
+  if tokenizer:
+    return Tokenizer.load(tokenizer)
+  path = epath.Path(directory)
+  for place in (path, path.parent.parent):  # the second in what nanosam.data.prepare makes
+    if (place / TOKENIZER).exists():
+      return Tokenizer.load(place / TOKENIZER)
+  raise UsageError(f"{directory} brings no {TOKENIZER}: name one with data.tokenizer=FILE")
+
+
+def _copy(directory: str, cache_dir: Path) -> str:
+  remote = epath.Path(directory)
+  with reaching(directory):
+    names = [p.name for p in remote.iterdir()]
+    version = (remote / _INFO).read_bytes()
+    copy = local_copy(remote, names, version=version, cache_dir=cache_dir, check=lambda copy: None)
+  return os.fspath(copy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+  """The texts of one split, at random; pickled as a name."""
+
+  directory: str
+  split: str
+  text_field: str
+
+  @functools.cached_property
+  def _source(self) -> Any:
+    return _open(self.directory).as_data_source(self.split)
+
+  def __reduce__(self):
+    return Texts, (self.directory, self.split, self.text_field)
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def read(self, indices: Sequence[int]) -> list[str]:
+    return [
+      self._text(i, x) for i, x in zip(indices, self._source.__getitems__(indices), strict=True)
+    ]
+
+  def _text(self, index: int, example: Mapping[str, Any]) -> str:
+    where = f"{self.directory}: document {index} of {self.split}"
+    value = example.get(self.text_field)
+    if not isinstance(value, bytes):
+      raise UserError(
+        f"{where} has no text in field {self.text_field!r}: set data.text_field to one of "
+        f"{', '.join(example)}"
+      )
+    try:
+      return value.decode()
+    except UnicodeDecodeError as e:
+      raise UserError(f"{where} is not valid UTF-8; prepare the data again without it") from e
+
+
+def _framed(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+  bos, eos = (np.asarray([i], np.int32) for i in (tokenizer.bos_id, tokenizer.eos_id))
+  return [np.concatenate([bos, tokenizer.encode_array(text), eos]) for text in texts]
+
+
+class TfdsSource:
+  """A Source that tokenises on the fly."""
+
+  def __init__(
+    self, *, train: Texts, validation: Texts, tokenizer: Tokenizer, identity: dict[str, Any]
+  ):
+    self.tokenizer = tokenizer
+    self._train, self._validation = train, validation
+    if not len(train):
+      raise UserError(f"{train.directory} has no training documents; prepare the data again")
+    sampled = min(_SAMPLED, len(train))
+    texts = train.read([i * len(train) // sampled for i in range(sampled)])
+    lengths = np.asarray([len(t) for t in _framed(tokenizer, texts)])
+    digest = hashlib.sha256(json.dumps([identity, tokenizer.sha256, train.text_field]).encode())
+    digest.update(json.dumps(texts).encode())
+    self.fingerprint = digest.hexdigest()[:16]
+    self._tokens_per_document = float(lengths.mean())
+    self._most_tokens = len(train) * (lengths.mean() + 4 * lengths.std() / sampled**0.5)
+    self.train_tokens = round(len(train) * self._tokens_per_document)  # an estimate
+    self.train_bytes = round(len(train) * np.mean([len(t.encode()) for t in texts]))
+    self.train_documents = len(train)
+
+  def check_length(self, *, L: int, batch_size: int, steps: int, repeat: bool) -> None:
+    needed = steps * batch_size * L
+    if needed > self._most_tokens and not repeat:
+      raise UserError(
+        f"the training data has about {self.train_tokens} tokens, but {steps} steps of "
+        f"{batch_size} x {L} ({needed} tokens) were asked for; train for fewer steps, bring more "
+        "data, or allow repeating it"
+      )
+
+  def train_stream(
+    self,
+    *,
+    L: int,
+    batch_size: int,
+    rows: range,
+    data_seed: int,
+    repeat: bool,
+    mask_documents: bool,
+    workers: int,
+    prefetch: int,
+  ) -> "TfdsStream":
+    if not len(rows) or rows.step != 1 or batch_size % len(rows) or rows.start % len(rows):
+      raise ValueError(f"{rows} are not one host's equal share of a batch of {batch_size}")
+    groups = Groups(
+      texts=self._train,
+      tokenizer=self.tokenizer,
+      host=rows.start // len(rows),
+      hosts=batch_size // len(rows),
+      data_seed=data_seed,
+      repeat=repeat,
+      first=0,
+    )
+    groups_a_batch = len(rows) * L / (_GROUP * self._tokens_per_document)
+    return TfdsStream(
+      groups,
+      self.fingerprint,
+      rows=len(rows),
+      L=L,
+      mask_documents=mask_documents,
+      workers=workers,
+      prefetch=int(np.ceil(prefetch * groups_a_batch)),
+    )
+
+  def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
+    lengths: list[int] = []
+    num_bytes: list[int] = []
+    tokens: list[np.ndarray] = []
+    for start in range(0, len(self._validation), _GROUP):
+      if sum(lengths) > rows * L + 1:
+        break
+      texts = self._validation.read(range(start, min(start + _GROUP, len(self._validation))))
+      tokens += _framed(self.tokenizer, texts)
+      lengths += [len(t) for t in tokens[len(lengths) :]]
+      num_bytes += [len(t.encode()) for t in texts]
+    documents = documents_that_fit(np.asarray(lengths, np.int64), rows, L)
+    flat = np.concatenate(tokens[:documents])
+    batch = pack_rows(
+      _Flat(flat),
+      range(num_rows(len(flat), L)),
+      L=L,
+      num_tokens=len(flat),
+      tokenizer=self.tokenizer,
+      mask_documents=mask_documents,
+    )
+    return EvalSet(batch, sum(num_bytes[:documents]), documents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flat:
+  tokens: np.ndarray
+
+  def read(self, start: int, stop: int) -> np.ndarray:
+    return self.tokens[start:stop]
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+  """One host's documents, tokenised a few at a time: the random access that Grain reads."""
+
+  texts: Texts
+  tokenizer: Tokenizer
+  host: int
+  hosts: int
+  data_seed: int
+  repeat: bool
+  first: int  # group to begin with
+
+  def __len__(self) -> int:
+    return (sys.maxsize if self.repeat else self.num_groups) - self.first
+
+  @property
+  def num_groups(self) -> int:
+    """In one epoch."""
+    return -(-len(self._host_positions()) // _GROUP)
+
+  def _host_positions(self) -> range:
+    return range(self.host, len(self.texts), self.hosts)
+
+  def __getitem__(self, index: int) -> np.ndarray:
+    first = (self.first + index) * _GROUP * self.hosts + self.host
+    positions = range(first, first + _GROUP * self.hosts, self.hosts)
+    size = len(self.texts)
+    chosen = [shuffled(p, size, self.data_seed) for p in positions if self.repeat or p < size]
+    return np.concatenate(_framed(self.tokenizer, self.texts.read(chosen)))
+
+
+class TfdsStream:
+  """A Stream whose state is a position among the host's tokens: group, and token within it."""
+
+  def __init__(
+    self,
+    groups: Groups,
+    fingerprint: str,
+    *,
+    rows: int,
+    L: int,
+    mask_documents: bool,
+    workers: int,
+    prefetch: int,
+  ):
+    self._groups = groups
+    self._fingerprint = fingerprint
+    self._rows, self._L, self._mask_documents = rows, L, mask_documents
+    self._workers, self._prefetch = workers, prefetch
+    self._iterator: grain.DatasetIterator | None = None
+    self._held: collections.deque[np.ndarray] = collections.deque()  # tokens from the position on
+    self._step = self._group = self._offset = 0
+
+  def __iter__(self) -> "TfdsStream":
+    return self
+
+  def __next__(self) -> Batch:
+    size = self._rows * self._L
+    self._fill(size + 1)  # Neighbours share one token: the last target is the next input.
+    tokens = np.concatenate(self._held)[: size + 1]
+    self._advance(size)
+    self._step += 1
+    return pack_rows(
+      _Flat(tokens),
+      range(self._rows),
+      L=self._L,
+      num_tokens=size + 1,
+      tokenizer=self._groups.tokenizer,
+      mask_documents=self._mask_documents,
+    )
+
+  def _fill(self, num_tokens: int) -> None:
+    if self._iterator is None:
+      rest = dataclasses.replace(self._groups, first=self._group)
+      self._iterator = read_ahead(rest, workers=self._workers, prefetch=self._prefetch)
+    held = sum(map(len, self._held))
+    while held < num_tokens:
+      try:
+        tokens = next(self._iterator)
+      except StopIteration:
+        raise UserError(
+          f"the training data ends after {self._step} steps; train for fewer steps, bring more "
+          "data, or allow repeating it"
+        ) from None
+      if not self._held:
+        tokens = tokens[self._offset :]
+      self._held.append(tokens)
+      held += len(tokens)
+
+  def _advance(self, num_tokens: int) -> None:
+    while num_tokens >= len(self._held[0]):
+      num_tokens -= len(self._held.popleft())
+      self._group, self._offset = self._group + 1, 0
+    self._held[0] = self._held[0][num_tokens:]
+    self._offset += num_tokens
+
+  def state(self) -> dict[str, Any]:
+    return {
+      "step": self._step,
+      "fingerprint": self._fingerprint,
+      "hosts": self._groups.hosts,
+      "positions": {str(self._groups.host): [self._group, self._offset]},
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    check_fingerprint(state, self._fingerprint)
+    hosts = self._groups.hosts
+    if state["hosts"] != hosts:
+      raise UserError(
+        f"the checkpoint was made by {state['hosts']} host(s), this run has {hosts}: documents are "
+        "dealt out to hosts as they are tokenised, so their number must stay; resume on "
+        f"{state['hosts']}, or train from a token store (python -m nanosam.data.prepare)"
+      )
+    position = state["positions"].get(str(self._groups.host))
+    if position is None:
+      raise UserError(
+        f"the checkpoint lacks the data position of host {self._groups.host}; start over"
+      )
+    self.close()
+    self._step = int(state["step"])
+    self._group, self._offset = map(int, position)
+
+  def epoch(self) -> float:
+    return self._group * _GROUP * self._groups.hosts / len(self._groups.texts)
+
+  def close(self) -> None:
+    if self._iterator is not None:
+      self._iterator.close()
+      self._iterator = None
+    self._held.clear()

@@ -1,0 +1,62 @@
+"""A vocabulary for a corpus, trained on a sample of bounded size that the corpus alone decides."""
+
+import hashlib
+import heapq
+from collections.abc import Iterator, Sequence
+
+from nanosam.data import formats
+from nanosam.data.chunk import Problems, Rules
+from nanosam.data.tokenizer import Tokenizer, train_tokenizer
+
+_READ_PER_SAMPLED_BYTE = 32  # raw bytes looked at, at most
+_MIN_READ_PER_FILE = 4 << 20
+_MAX_CHARS = 1 << 18  # of one document
+
+
+def train(
+  paths: Sequence[str], rules: Rules, *, vocab_size: int, model_type: str, sample_bytes: int
+) -> Tokenizer:
+  return train_tokenizer(sample(paths, rules, sample_bytes), vocab_size, model_type)
+
+
+def sample(paths: Sequence[str], rules: Rules, sample_bytes: int) -> list[str]:
+  """Training documents of about `sample_bytes` together: those whose hashes are smallest.
+
+  Reads the beginnings of as many files as it takes, so that a corpus of any size costs the same.
+  """
+  kept: list[tuple[int, str]] = []  # a heap, the largest hash first
+  size = 0
+  for document in _beginnings(paths, rules, _READ_PER_SAMPLED_BYTE * sample_bytes):
+    if rules.split_of(document) != "train":
+      continue
+    text = document.text[:_MAX_CHARS]
+    key = int.from_bytes(hashlib.sha256(b"sample" + document.utf8).digest()[:8], "big")
+    heapq.heappush(kept, (-key, text))
+    size += len(text.encode())
+    while size > sample_bytes and len(kept) > 1:
+      size -= len(heapq.heappop(kept)[1].encode())
+  return [text for _, text in sorted(kept, reverse=True)]
+
+
+def _beginnings(paths: Sequence[str], rules: Rules, read_bytes: int) -> Iterator[formats.Document]:
+  problems = Problems(rules.on_error)
+  per_file = max(_MIN_READ_PER_FILE, read_bytes // max(1, len(paths)))
+  # Some order that is not the files' own, which often means something.
+  order = sorted(range(len(paths)), key=lambda i: hashlib.sha256(str(i).encode()).digest())
+  for i in order:
+    read = 0
+    for piece in formats.pieces(paths[i], rules.text_field):
+      if isinstance(piece, formats.Problem):
+        problems.add(piece)
+        continue
+      for item in formats.documents(piece, rules.text_field):
+        if isinstance(item, formats.Problem):
+          problems.add(item)
+        else:
+          yield item
+      read += len(piece.data)
+      if read >= min(per_file, read_bytes):
+        break
+    read_bytes -= read
+    if read_bytes <= 0:
+      return

@@ -1,0 +1,124 @@
+"""Directions of the perturbation, and its length.
+
+A direction gives a vector and what counts as its length; the perturbation is
+eps = rho * vector / length: one global vector over the whole batch, the same on every topology.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from nanosam.model import Params
+
+
+class Moments(NamedTuple):
+  """What the base optimizer remembers of earlier gradients; None where it keeps no such thing."""
+
+  mu: Params | None = None
+  nu: Params | None = None
+  steps: jax.Array | int = 0
+
+
+class Ray(NamedTuple):
+  vector: Params
+  length: jax.Array
+
+
+class Direction(NamedTuple):
+  """`ray(g, params, moments, opt)`; g is None if no gradient is needed."""
+
+  ray: Callable[[Any, Params, Moments, Any], Ray]
+  needs_gradient: bool = True
+  needs_mu: bool = False
+  needs_nu: bool = False
+
+
+# opt.precond_variant: what counts as the length, and whether the second moment already knows g.
+# `paper` is its Eq. 12 to the letter, where ||eps|| is about rho sqrt(P) / ||g||, not rho.
+VARIANTS = {
+  "post": ("post", "lookahead"),
+  "post_prev": ("post", "prev"),
+  "metric": ("metric", "lookahead"),
+  "metric_prev": ("metric", "prev"),
+  "pre": ("pre", "lookahead"),
+  "paper": ("pre", "prev"),
+}
+
+
+def _gradient(g: Params, params: Params, moments: Moments, opt: Any) -> Ray:
+  return Ray(g, optax.tree.norm(g))
+
+
+def _preconditioned(g: Params, params: Params, moments: Moments, opt: Any) -> Ray:
+  length, moment = VARIANTS[opt.precond_variant]
+  M = denominator(moments, opt, lookahead=g if moment == "lookahead" else None)
+  vector = jax.tree.map(_divide, g, M)
+  lengths = {
+    "post": lambda: optax.tree.norm(vector),
+    "pre": lambda: optax.tree.norm(g),
+    "metric": lambda: jnp.sqrt(optax.tree.vdot(g, vector)),
+  }
+  return Ray(vector, lengths[length]())
+
+
+def _adaptive(g: Params, params: Params, moments: Moments, opt: Any) -> Ray:
+  """ASAM: distances relative to each weight; vectors such as norm scales are left unscaled."""
+  scale = jax.tree.map(
+    lambda w: jnp.abs(w) + opt.asam_eta if w.ndim > 1 else jnp.ones_like(w), params
+  )
+  scaled = jax.tree.map(jnp.multiply, scale, g)
+  return Ray(jax.tree.map(jnp.multiply, scale, scaled), optax.tree.norm(scaled))
+
+
+def _momentum(g: None, params: Params, moments: Moments, opt: Any) -> Ray:
+  m = jax.tree.map(lambda m: opt.momentum_sign * m, moments.mu)
+  return Ray(m, optax.tree.norm(m))
+
+
+def _preconditioned_momentum(g: None, params: Params, moments: Moments, opt: Any) -> Ray:
+  m = _momentum(g, params, moments, opt).vector
+  vector = jax.tree.map(_divide, m, denominator(moments, opt, lookahead=None))
+  return Ray(vector, optax.tree.norm(vector))
+
+
+gradient = Direction(_gradient)
+preconditioned = Direction(_preconditioned, needs_nu=True)
+adaptive = Direction(_adaptive)
+momentum = Direction(_momentum, needs_gradient=False, needs_mu=True)
+preconditioned_momentum = Direction(
+  _preconditioned_momentum, needs_gradient=False, needs_mu=True, needs_nu=True
+)
+
+
+def denominator(moments: Moments, opt: Any, lookahead: Params | None) -> Params:
+  """Adam's own M = (sqrt(nu_hat) + eps)^power.
+
+  With a gradient to look ahead to, nu is what Adam would have after seeing it: |g| / M is then
+  bounded by 1/sqrt(1 - b2), also for embedding rows that were hardly ever seen. Nothing is stored.
+  """
+  b2, count = opt.b2, jnp.asarray(moments.steps)
+  nu = moments.nu
+  if lookahead is not None:
+    nu = jax.tree.map(lambda n, g: b2 * n + (1 - b2) * g**2, nu, lookahead)
+    count = count + 1
+
+  def leaf(n):
+    correction = 1 - jnp.asarray(b2, n.dtype) ** count
+    M = (jnp.sqrt(n / jnp.where(count > 0, correction, 1)) + opt.eps) ** opt.precond_power
+    return jnp.where(count > 0, M, 1)  # nothing remembered yet: the plain direction
+
+  return jax.tree.map(leaf, nu)
+
+
+def _divide(g: jax.Array, M: jax.Array) -> jax.Array:
+  return jnp.where(g == 0, 0, g / jnp.where(g == 0, 1, M))
+
+
+def perturbation(ray: Ray, rho: jax.Array | float) -> tuple[Params, jax.Array]:
+  """eps, and whether there is one: of a zero or non-finite length there is none, so g stays g."""
+  usable = jnp.isfinite(ray.length) & (ray.length > 0)
+  scale = rho / jnp.where(usable, ray.length, 1)
+  return jax.tree.map(lambda d: jnp.where(usable, scale * d, 0), ray.vector), usable

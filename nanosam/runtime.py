@@ -1,0 +1,17 @@
+"""Settings of the process that every command wants."""
+
+import os
+
+import jax
+import ml_collections
+from absl import logging
+
+from nanosam.data.pipeline import default_cache_dir
+
+
+def set_up_jax(c: ml_collections.ConfigDict) -> None:
+  logging.set_verbosity(logging.FATAL)  # our dependencies log failures that we report ourselves
+  if c.compilation_cache != "off":
+    folder = c.compilation_cache or os.fspath(default_cache_dir() / "xla")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

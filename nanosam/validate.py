@@ -1,0 +1,125 @@
+"""Contradictions in a config, found before any device is touched."""
+
+import math
+import re
+
+import ml_collections
+
+from nanosam.config import flat, lookup
+from nanosam.errors import UsageError
+from nanosam.model import ACTIVATIONS, ATTENTIONS
+from nanosam.optim import registry, schedules
+from nanosam.optim.base import BASES
+from nanosam.optim.direction import VARIANTS
+from nanosam.writers import WANDB_MODES
+
+CHOICES = {
+  "model.activation": ACTIVATIONS,
+  "model.attention": ATTENTIONS,
+  "model.dtype": ("float32", "bfloat16"),
+  "head.residual": ("store", "recompute", "auto"),
+  "opt.method": registry.METHODS,
+  "opt.base": BASES,
+  "opt.decay_type": schedules.DECAY_TYPES,
+  "opt.rho_schedule": schedules.RHO_SCHEDULES,
+  "opt.angle_form": ("exact", "short"),
+  "opt.precond_variant": VARIANTS,
+  "opt.perturbed_dtype": ("float32", "bfloat16"),
+  "guard.policy": ("abort", "skip"),
+  "guard.perturbed": ("abort", "skip", "plain"),
+  "wandb.mode": WANDB_MODES,
+}
+AT_LEAST_ONE = """
+  model.D model.H model.L model.N model.F batch_size grad_accumulation_steps opt.num_train_steps
+  eval_every_steps eval_steps eval_batch_size log_every_steps checkpoint_every_steps max_to_keep
+""".split()
+NOT_NEGATIVE = """
+  seed data_seed head.chunk opt.rho opt.rho_warmup_steps opt.perturb_group opt.asam_eta opt.eps
+  opt.peak_learning_rate opt.init_learning_rate opt.final_learning_rate opt.warmup_steps
+  opt.weight_decay opt.clip_by_global_norm guard.max_skips guard.spike data.workers data.prefetch
+""".split()
+BELOW_ONE = ("opt.b1", "opt.b2", "opt.muon_beta", "opt.wsd_decay_fraction")
+REGEXES = ("opt.weight_decay_params", "opt.perturb_params")
+
+
+def validate(c: ml_collections.ConfigDict) -> None:
+  """Raises a UsageError for the first thing that cannot work, saying what would."""
+  values = flat(c)
+  need(bool(c.workdir), "no workdir: say --config.workdir=DIR")
+  for key, known in CHOICES.items():
+    lookup(key, values[key], dict.fromkeys(known))
+  for key, value in values.items():
+    if isinstance(value, float):
+      need(math.isfinite(value), f"{key}={value} must be finite")
+  for keys, low in ((AT_LEAST_ONE, 1), (NOT_NEGATIVE, 0)):
+    for key in keys:
+      need(values[key] >= low, f"{key}={values[key]} must be at least {low}")
+  for key in BELOW_ONE:
+    need(0 <= values[key] < 1, f"{key}={values[key]} must lie in [0, 1)")
+  for key in REGEXES:
+    try:
+      re.compile(values[key])
+    except re.error as e:
+      raise UsageError(f"{key}={values[key]} is not a regex: {e}") from e
+  _sizes(c)
+  _method(c)
+
+
+def need(good: bool, message: str) -> None:
+  if not good:
+    raise UsageError(message)
+
+
+def _sizes(c: ml_collections.ConfigDict) -> None:
+  m, o = c.model, c.opt
+  need(m.D % m.H == 0, f"model.D={m.D} is not divisible by model.H={m.H} heads")
+  need(
+    c.batch_size % c.grad_accumulation_steps == 0,
+    f"batch_size={c.batch_size} is not divisible by "
+    f"grad_accumulation_steps={c.grad_accumulation_steps}",
+  )
+  need(
+    o.warmup_steps <= o.num_train_steps,
+    f"opt.warmup_steps={o.warmup_steps} is longer than opt.num_train_steps={o.num_train_steps}",
+  )
+
+
+def _method(c: ml_collections.ConfigDict) -> None:
+  o = c.opt
+  direction, _ = registry.resolve(o)
+  need(0 <= o.phi <= math.pi / 2, f"opt.phi={o.phi} must lie in [0, pi/2]")
+  need(abs(o.momentum_sign) == 1, f"opt.momentum_sign={o.momentum_sign} must be 1 or -1")
+  if o.rho_schedule == "piecewise":
+    try:
+      schedules.parse_pieces(o.rho_pieces)
+    except ValueError as e:
+      raise UsageError(f"opt.rho_pieces={o.rho_pieces}: {e}") from e
+  if o.perturb_group:
+    need(
+      c.grad_accumulation_steps == 1,
+      "opt.perturb_group already goes through the batch group by group: set "
+      "grad_accumulation_steps=1",
+    )
+    need(
+      c.batch_size % o.perturb_group == 0,
+      f"batch_size={c.batch_size} is not divisible by opt.perturb_group={o.perturb_group}",
+    )
+  has_gradient = direction is None or direction.needs_gradient
+  for key, wanted in (
+    ("guard.perturbed=plain", c.guard.perturbed == "plain"),
+    ("opt.log_gradient_cosine", o.log_gradient_cosine),
+  ):
+    need(
+      has_gradient or not wanted, f"{key} needs the gradient at theta, which {o.method} never makes"
+    )
+
+
+def check_devices(c: ml_collections.ConfigDict, shards: int) -> None:
+  """What can only be checked once the number of devices is known."""
+  micro = c.opt.perturb_group or c.batch_size // c.grad_accumulation_steps
+  need(
+    micro % shards == 0,
+    f"a microbatch of {micro} sequences (batch_size={c.batch_size}, grad_accumulation_steps="
+    f"{c.grad_accumulation_steps}, opt.perturb_group={c.opt.perturb_group}) does not divide over "
+    f"{shards} devices: make it a multiple of {shards}",
+  )

@@ -1,0 +1,114 @@
+import json
+import re
+
+import pytest
+
+from nanosam import config as config_lib
+from nanosam.errors import UsageError
+
+QUICKSTART = "configs/quickstart.py"
+
+
+def parse(*overrides, file=QUICKSTART):
+  return config_lib.from_command_line(["train", f"--config={file}", *overrides])
+
+
+def test_overrides_reach_the_config_with_the_right_types():
+  c = parse("--config.opt.peak_learning_rate=3", "--config.data.repeat=false", "--config.model.D", "128",
+            "--config.workdir=12")  # fmt: skip
+  assert (c.opt.peak_learning_rate, c.data.repeat, c.model.D, c.workdir) == (3.0, False, 128, "12")
+
+
+def test_dependent_defaults_follow_unless_set():
+  c = parse("--config.model.D=128", "--config.opt.peak_learning_rate=0.02")
+  assert c.model.F == 512
+  assert c.opt.final_learning_rate == pytest.approx(0.002)
+  c = parse("--config.model.F=100", "--config.model.D=128", "--config.opt.final_learning_rate=0.0")
+  assert (c.model.F, c.opt.final_learning_rate) == (100, 0.0)
+
+
+def test_arguments_of_the_file():
+  assert parse(file=QUICKSTART + ":size=2M,method=adamw").model.D == 256
+
+
+@pytest.mark.parametrize(
+  "argv, words",
+  [
+    (["--config.opt.peak_learnin_rate=1"], ["opt.peak_learning_rate"]),
+    (["--config.batchsize=1"], ["batch_size"]),
+    (["--config.batch_size=many"], ["batch_size", "int"]),
+    (["--config.batch_size=1.5"], ["batch_size", "int"]),
+    (["--config.data.repeat=maybe"], ["data.repeat", "bool"]),
+    (["--config.opt.peak_learning_rate=fast"], ["float"]),
+    (["--config.opt=3"], ["opt"]),
+    (["--config.model.H=7"], ["model.D=64", "model.H=7"]),
+    (["--config.grad_accumulation_steps=5"], ["batch_size=32", "grad_accumulation_steps=5"]),
+    (["--config.opt.warmup_steps=601"], ["warmup_steps=601", "num_train_steps=600"]),
+    (["--config.opt.decay_type=cosin"], ["cosine"]),
+    (["--config.opt.base=adam"], ["adamw"]),
+    (["--config.model.N=0"], ["model.N=0"]),
+    (["--config.workdir="], ["workdir"]),
+    (["--config.opt.weight_decay_params=("], ["regex"]),
+    (["--steps=3"], ["--steps=3", "--config"]),
+  ],
+)
+def test_mistakes_are_named_in_one_line(argv, words):
+  with pytest.raises(UsageError) as e:
+    parse(*argv)
+  assert "\n" not in str(e.value)
+  for word in words:
+    assert word in str(e.value)
+
+
+@pytest.mark.parametrize(
+  "file, words",
+  [
+    ("configs/quickstat.py", ["quickstart.py"]),
+    ("nowhere/x.py", ["nowhere"]),
+    (QUICKSTART + ":size=3M", ["2M"]),
+    (QUICKSTART + ":sise=2M", ["size"]),
+    (QUICKSTART + ":size", ["size=VALUE"]),
+    (QUICKSTART + ":method=adam", ["adamw"]),
+  ],
+)
+def test_wrong_files_and_arguments(file, words):
+  with pytest.raises(UsageError, match=".*".join(map(re.escape, words))):
+    parse(file=file)
+
+
+def test_a_broken_config_file_is_named(tmp_path):
+  file = tmp_path / "broken.py"
+  file.write_text(
+    "from nanosam import config\ndef get_config(arg):\n  c = config.default()\n  c.opt.rhoo = 1\n  return c"
+  )
+  with pytest.raises(UsageError, match="broken.py.*rhoo"):
+    parse(file=str(file))
+  file.write_text("def get_config(arg) return 1")
+  with pytest.raises(UsageError, match="broken.py.*SyntaxError"):
+    parse(file=str(file))
+  file.write_text("x = 1")
+  with pytest.raises(UsageError, match="get_config"):
+    parse(file=str(file))
+
+
+def test_no_config_at_all():
+  with pytest.raises(UsageError, match="--config="):
+    config_lib.from_command_line(["train"])
+
+
+def test_changed_keys_ignore_what_does_not_change_the_result():
+  old = config_lib.to_dict(parse())
+  new = config_lib.to_dict(
+    parse(
+      "--config.opt.b2=0.5", "--config.mesh.fsdp=1", "--config.workdir=x", "--config.max_to_keep=9"
+    )
+  )
+  assert config_lib.changed_keys(old, new) == ["opt.b2: 0.98 -> 0.5"]
+  assert config_lib.changed_keys(json.loads(json.dumps(old)), old) == []
+
+
+def test_device_divisibility_says_what_would_work():
+  c = parse("--config.batch_size=12", "--config.grad_accumulation_steps=2")
+  config_lib.check_devices(c, 3)
+  with pytest.raises(UsageError, match="multiple of 8"):
+    config_lib.check_devices(c, 8)

@@ -1,0 +1,115 @@
+"""A run of a few seconds, and something that befalls it: NANOSAM_TEST_FAULT=WHAT@WHERE[:NUMBER].
+
+WHAT   a signal (SIGTERM, SIGINT, SIGKILL; SIGINT+SIGINT for two; group:SIGINT to all processes of
+       the run, as from a terminal), or full:BYTES: from then on no file may grow beyond that
+WHERE  compile; step:N, once its record is written and the checkpoints due are on disk; eval:N, in
+       the midst of the N-th evaluation; saving:N, while the checkpoint of step N is incomplete
+"""
+
+import os
+import pathlib
+import resource
+import signal
+import threading
+import time
+
+from nanosam import config, evaluate, flops, writers
+
+
+def get_config(arg=None):
+  args = config.arguments(arg, size="mini", method="adamw")
+  c = config.default(**args)
+  c.model.update(D=16, H=2, L=32, N=1, dtype="float32")
+  c.batch_size = 8
+  c.opt.num_train_steps = 16
+  c.opt.warmup_steps = 2
+  c.opt.peak_learning_rate = 1e-2
+  c.data.vocab_size = 512
+  c.eval_every_steps = 8
+  c.eval_steps = 4
+  c.eval_batch_size = 16
+  c.checkpoint_every_steps = 4
+  c.log_every_steps = 1
+  c.wandb.mode = "disabled"
+  if fault := os.environ.get("NANOSAM_TEST_FAULT"):
+    what, _, where = fault.partition("@")
+    name, _, number = where.partition(":")
+    PLACES[name](lambda: strike(what), int(number or 0))
+  return c
+
+
+def strike(what):
+  if what.startswith("full:"):
+    limit = int(what.removeprefix("full:"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    return
+  for name in what.split("+"):
+    send = os.killpg if name.startswith("group:") else os.kill
+    send(os.getpid(), getattr(signal, name.removeprefix("group:")))
+    time.sleep(0.2)  # signals of one kind that are pending at the same time count once
+
+
+def at_compile(act, _):
+  count = flops.count
+
+  def count_and_act(jaxpr):  # what the loop does right before it compiles
+    act()
+    return count(jaxpr)
+
+  flops.count = count_and_act
+
+
+def at_step(act, number):
+  write = writers.JsonlWriter.write
+
+  def write_and_act(self, step, values):
+    write(self, step, values)
+    if step == number and "train/loss" in values:
+      folder = self._path.parent / "checkpoints"
+      wait_until(lambda: not list(folder.glob("*tmp*")))
+      act()
+
+  writers.JsonlWriter.write = write_and_act
+
+
+def at_eval(act, number):
+  batches, calls = evaluate.Evaluator._batches, []
+
+  def batches_and_act(self):
+    calls.append(self)
+    for place, batch in enumerate(batches(self)):
+      yield batch
+      if len(calls) == number and place == 1:
+        act()
+
+  evaluate.Evaluator._batches = batches_and_act
+
+
+def at_saving(act, number):
+  start = time.time()
+
+  def watch():
+    workdir = next(w.split("=")[1] for w in os.sys.argv if w.startswith("--config.workdir="))
+    folder = pathlib.Path(workdir, "checkpoints")
+    wait_until(lambda: any(written_since(start, p) for p in folder.glob(f"{number}.*tmp*/*/*")))
+    act()
+
+  threading.Thread(target=watch, daemon=True).start()
+
+
+def written_since(start, path):
+  try:
+    return path.stat().st_mtime > start
+  except FileNotFoundError:
+    return False
+
+
+def wait_until(condition):
+  deadline = time.monotonic() + 60
+  while not condition():
+    if time.monotonic() > deadline:
+      raise TimeoutError("the moment for the fault never came")
+    time.sleep(0.0005)
+
+
+PLACES = {"compile": at_compile, "step": at_step, "eval": at_eval, "saving": at_saving}
