@@ -70,6 +70,8 @@ class Checkpoints:
       cleanup_tmp_directories=not self._read_only,  # of a run that died while saving
     )
     try:
+      if self._folder.exists() and not self._folder.is_dir():
+        raise NotADirectoryError(f"{self._folder} is not a folder")
       return ocp.CheckpointManager(self._folder, options=options)
     except OSError as e:
       raise UserError(
@@ -118,17 +120,16 @@ class Checkpoints:
     args = ocp.args.Composite(state=_arrays(abstract_state), run=ocp.args.JsonRestore())
     restored = self._manager.restore(step, args=args)
     run, wanted = _unseal(restored["run"])
-    _compare(checksums(restored["state"]), wanted)
+    _check(restored["state"], abstract_state, wanted)
     return Restored(step, restored["state"], run)
 
   def restore_params(self, abstract_params: Any, step: int) -> Any:
     """The parameters alone: what the optimizer keeps is not read."""
-    args = ocp.args.Composite(
-      state=_arrays({"params": abstract_params}, partial=True), run=ocp.args.JsonRestore()
-    )
+    target = {"params": abstract_params}
+    args = ocp.args.Composite(state=_arrays(target, partial=True), run=ocp.args.JsonRestore())
     try:
       restored = self._manager.restore(step, args=args)
-      _compare(checksums(restored["state"]), _unseal(restored["run"])[1])
+      _check(restored["state"], target, _unseal(restored["run"])[1])
     except Exception as e:
       others = [s for s in self.steps() if s != step]
       raise UserError(
@@ -242,9 +243,16 @@ def _weighted_sum_of_bits(x: jax.Array) -> jax.Array:
   return jnp.sum(bits.astype(jnp.uint32) * weights, dtype=jnp.uint32)
 
 
-def _compare(found: dict[str, int], wanted: dict[str, int]) -> None:
-  for name, checksum in found.items():
-    if wanted.get(name) != checksum:
+def _check(tree: Any, target: Any, wanted: dict[str, int]) -> None:
+  """Refuses arrays of another shape or type than expected, and damaged ones."""
+  for name, found, expected in zip(
+    sums := checksums(tree), jax.tree.leaves(tree), jax.tree.leaves(target), strict=True
+  ):
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+      raise Damaged(
+        f"{name} is {found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}"
+      )
+    if wanted.get(name) != sums[name]:
       raise Damaged(f"{name} does not match its checksum")
 
 

@@ -56,28 +56,11 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   m.attention = "plain"  # plain | xla | cudnn
 
   c.head = ml_collections.ConfigDict()
-  c.head.chunk = 64  # sequence positions whose logits exist at one time; 0 = all (dense)
-
+  c.head.chunk = 32  # sequence positions whose logits exist at one time; 0 = all (dense)
   c.head.residual = "auto"  # store | recompute | auto (store if small), for the functional methods
 
   c.opt = o = ml_collections.ConfigDict()
   o.method = method
-  o.rho = 0.05  # radius of the perturbation (adamw has none)
-  o.rho_schedule = "constant"  # constant | warmup | lr (proportional to it) | piecewise
-  o.rho_warmup_steps = o.get_ref("warmup_steps")  # for rho_schedule=warmup
-  o.rho_pieces = "0.8:1"  # for piecewise: fraction of training:factor,...; 0 before the first
-  o.phi = math.pi / 4  # angle_sam: 0 = functional path, pi/2 = logit path
-  o.angle_form = "exact"  # exact | short (one backward pass less, equal to second order in rho)
-  o.precond_variant = "post"  # see optim/direction.py; `paper` is its Eq. 12 to the letter
-  o.precond_power = 1.0  # of Adam's denominator
-  o.asam_eta = 0.01
-  o.momentum_sign = 1.0  # 1: the ascent side; -1: as published for Momentum-SAM
-  o.perturb_params = ".*"  # regex of parameter paths that the perturbation covers
-  o.perturb_group = 0  # m-SAM: one perturbation per group of so many sequences; 0 = one for all
-  o.perturbed_dtype = m.get_ref("dtype")  # compute type of the second pass
-  o.log_gradient_cosine = (
-    False  # of the method's and the plain gradient; keeps the latter in memory
-  )
   o.base = "adamw"  # adamw | sgd | lion | adafactor | muon
   o.num_train_steps = 10_000
   o.peak_learning_rate = 1e-3
@@ -94,6 +77,21 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   o.muon_beta = 0.95
   o.adafactor_decay = 0.8
   o.clip_by_global_norm = 0.0  # 0 = off
+
+  o.rho = 0.05  # radius of the perturbation (adamw has none)
+  o.rho_schedule = "constant"  # constant | warmup | lr (proportional to it) | piecewise
+  o.rho_warmup_steps = o.get_ref("warmup_steps")  # for rho_schedule=warmup
+  o.rho_pieces = "0.8:1"  # for piecewise: fraction of training:factor,...; 0 before the first
+  o.phi = math.pi / 4  # angle_sam: 0 = functional path, pi/2 = logit path
+  o.angle_form = "exact"  # exact | short (one backward pass less, equal to second order in rho)
+  o.precond_variant = "post"  # see optim/direction.py; `paper` is its Eq. 12 to the letter
+  o.precond_power = 1.0  # of Adam's denominator
+  o.asam_eta = 0.01
+  o.momentum_sign = 1.0  # 1: the ascent side; -1: as published for Momentum-SAM
+  o.perturb_params = ".*"  # regex of parameter paths that the perturbation covers
+  o.perturb_group = 0  # m-SAM: one perturbation per group of so many sequences; 0 = one for all
+  o.perturbed_dtype = m.get_ref("dtype")  # compute type of the second pass
+  o.log_gradient_cosine = False  # of the method's gradient and the plain one, which it keeps alive
 
   c.guard = g = ml_collections.ConfigDict()
   g.policy = "abort"  # a loss or gradient that is not finite: abort | skip (biases comparisons)
@@ -124,11 +122,10 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   c.max_to_keep = 2  # newest ones; the best by eval loss is kept besides
   c.allow_changed_keys = False  # resume although keys that change the result differ
 
+  c.profile_steps = ""  # "10-15": a trace of these steps for TensorBoard or Perfetto
   c.tensorboard = True
   c.wandb = w = ml_collections.ConfigDict()
-  w.mode = (
-    "auto"  # auto (online where there is an account, else offline) | online | offline | disabled
-  )
+  w.mode = "auto"  # auto (online where there is an account) | online | offline | disabled
   w.project = "nanosam"
   w.entity = ""
   w.name = ""  # "" = the workdir's name
@@ -143,7 +140,7 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
 
 # Keys that may differ between a run and its continuation: they do not change the result.
 FREE_KEYS = re.compile(
-  r"workdir|log_every_steps|checkpoint.*|max_to_keep|allow_changed_keys|compilation_cache|tensorboard|wandb\..*|mesh\..*|"
+  r"workdir|log_every_steps|checkpoint.*|max_to_keep|allow_changed_keys|compilation_cache|profile_steps|tensorboard|wandb\..*|mesh\..*|"
   r"grad_accumulation_steps|model\.remat|data\.(workers|prefetch|cache_dir)"
 )
 

@@ -3,6 +3,7 @@
 python -m nanosam.evaluate --workdir=DIR [--source=...] [--step=...] [--json]
 """
 
+import functools
 import io
 import json
 import math
@@ -62,6 +63,13 @@ class Evaluation(NamedTuple):
     }
 
 
+def row_sums(net: Net, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+  """Summed negative log-likelihood and weight of each sequence."""
+  point = head.Point(net.hidden(params, batch), unembedding(params))
+  nll_BxL = head.token_losses(point, batch.targets_BxL, chunk=net.chunk)
+  return jnp.sum(nll_BxL * batch.weights_BxL, 1), jnp.sum(batch.weights_BxL, 1)
+
+
 class Evaluator:
   """Evaluates parameters; the result depends on neither the batch size nor the devices."""
 
@@ -70,12 +78,7 @@ class Evaluator:
     parts = sharding.shards(mesh)
     self._batch_size = -(-batch_size // parts) * parts
 
-    def sums(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-      point = head.Point(net.hidden(params, batch), unembedding(params))
-      nll_BxL = head.token_losses(point, batch.targets_BxL, chunk=net.chunk)
-      return jnp.sum(nll_BxL * batch.weights_BxL, 1), jnp.sum(batch.weights_BxL, 1)
-
-    self._sums = jax.jit(sums, out_shardings=sharding.replicated(mesh))
+    self._sums = jax.jit(functools.partial(row_sums, net), out_shardings=sharding.replicated(mesh))
 
   def __call__(self, params: Params, stop: Any = False) -> Evaluation | None:
     """None if `stop` became true on the way."""

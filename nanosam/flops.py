@@ -6,9 +6,10 @@ count, the convention behind published utilisation figures.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
+from jax.interpreters.partial_eval import dce_jaxpr
 
 # Peak dense bf16 FLOP/s per device, by `device_kind`, from the vendors' data sheets.
 PEAK_FLOPS = {
@@ -27,14 +28,17 @@ def peak_flops(device_kind: str) -> float | None:
   return PEAK_FLOPS[max(names, key=len)] if names else None
 
 
-def count(jaxpr: Any) -> int:
-  """FLOPs of the matrix products in a (closed) jaxpr, dead code left out."""
+def count(jaxpr: Any, branch: Callable[[Iterable[int]], int] = max) -> int:
+  """FLOPs of the matrix products in a (closed) jaxpr, dead code left out.
+
+  `branch` says which side of a conditional counts.
+  """
   jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-  jaxpr, _ = jax.interpreters.partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-  return _count(jaxpr)
+  jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+  return _count(jaxpr, branch)
 
 
-def _count(jaxpr: Any) -> int:
+def _count(jaxpr: Any, branch: Callable[[Iterable[int]], int]) -> int:
   jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
   total = 0
   for eqn in jaxpr.eqns:
@@ -42,11 +46,11 @@ def _count(jaxpr: Any) -> int:
     if name == "dot_general":
       total += _dot(eqn)
     elif name == "scan":
-      total += params["length"] * _count(params["jaxpr"])
+      total += params["length"] * _count(params["jaxpr"], branch)
     elif name == "cond":
-      total += max(map(_count, params["branches"]))
+      total += branch([_count(b, branch) for b in params["branches"]])
     else:  # jit, remat, custom derivatives and the like: once each
-      total += sum(map(_count, _inner(params)))
+      total += sum(_count(inner, branch) for inner in _inner(params))
   return total
 
 

@@ -18,9 +18,9 @@ class Cost:
 class Meter:
   """Adds up the cost, and measures speed from one reading to the next."""
 
-  def __init__(self, cost: Cost, flops_per_step: float, peak_flops: float | None):
+  def __init__(self, cost: Cost, peak_flops: float | None):
     self.cost = cost
-    self._flops_per_step, self._peak_flops = flops_per_step, peak_flops
+    self._peak_flops = peak_flops
     self._running_since = time.perf_counter()
     self._data_wait = 0.0
     self._steps = 0
@@ -44,9 +44,9 @@ class Meter:
     self.cost.time += now - self._running_since
     self._running_since = now
 
-  def step(self, tokens: int) -> None:
+  def step(self, tokens: int, flops: float) -> None:
     self.cost.tokens += tokens
-    self.cost.compute += self._flops_per_step
+    self.cost.compute += flops
     self._steps += 1
 
   def read(self) -> dict[str, float]:

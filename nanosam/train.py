@@ -4,24 +4,23 @@ python -m nanosam.train --config=configs/FILE.py[:k=v,...] [--config.KEY=VALUE .
 """
 
 import dataclasses
-import os
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
-import numpy as np
-from absl import logging
 from clu import parameter_overview
 
 from nanosam import config as config_lib
-from nanosam import errors, flops, sharding
+from nanosam import errors, flops, runtime, sharding, watch
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import Checkpoints
-from nanosam.data.pipeline import Source, default_cache_dir, open_source
+from nanosam.data.batch import Batch
+from nanosam.data.pipeline import Source, open_source
 from nanosam.evaluate import Evaluator
 from nanosam.metrics import Cost, Meter
 from nanosam.model import non_embedding_count
+from nanosam.profiling import Profiler
 from nanosam.progress import Progress
 from nanosam.signals import StopRequest
 from nanosam.step import Trainer, TrainState
@@ -39,7 +38,7 @@ def main(argv: list[str]) -> None:
 def train(c: ml_collections.ConfigDict, stop: StopRequest) -> None:
   """Trains to the last step, from where the workdir stands; raises Interrupted if asked to stop."""
   workdir = workdir_lib.create(c.workdir)
-  set_up_jax(c)
+  runtime.set_up_jax(c)
   mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp)
   check_devices(c, sharding.shards(mesh))
   source = open_source(c.data.source, vocab_size=c.data.vocab_size, cache_dir=c.data.cache_dir)
@@ -51,21 +50,11 @@ def train(c: ml_collections.ConfigDict, stop: StopRequest) -> None:
     run.say(f"{workdir} is finished: {run.at.step} steps, eval loss {run.at.last_eval_loss:.4f}")
     return
   run.start()
-  try:
-    run.loop()
-  finally:
-    run.close()
+  run.loop()
+  run.close()
   if not run.finished():
     raise errors.Interrupted(f"stopped at step {run.at.step}; run the same command to resume")
   run.say(f"finished: {workdir}")
-
-
-def set_up_jax(c: ml_collections.ConfigDict) -> None:
-  logging.set_verbosity(logging.FATAL)  # our dependencies log failures that we report ourselves
-  if c.compilation_cache != "off":
-    folder = c.compilation_cache or os.fspath(default_cache_dir() / "xla")
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 class Pending(NamedTuple):
@@ -73,6 +62,7 @@ class Pending(NamedTuple):
 
   step: int
   metrics: dict[str, jax.Array]
+  batch: Batch
 
 
 @dataclasses.dataclass
@@ -135,6 +125,7 @@ class Run:
     self.say(f"{c.opt.method} on {devices}; compiling the step")
     traced = self.trainer.trace()
     flops_per_step = flops.count(traced.jaxpr)
+    flops_unperturbed = flops.count(traced.jaxpr, branch=min)
     self.step_fn = traced.lower().compile()
     params = self.trainer.abstract_params
     facts = {
@@ -155,14 +146,17 @@ class Run:
     self.writers = open_writers(
       self.workdir,
       config={**settings, workdir_lib.ENVIRONMENT: env},
-      run=c.wandb,
+      run={**c.wandb, "tags": [tag for tag in c.wandb.tags.split(",") if tag]},
       wandb=c.wandb.mode,
       tensorboard=c.tensorboard,
       resume_step=self.at.step or None,
       say=self.say,
     )
     peak = flops.peak_flops(self.mesh.devices.flat[0].device_kind)
-    self.meter = Meter(self.cost, flops_per_step, peak * self.mesh.size if peak else None)
+    self.flops = {True: flops_per_step, False: flops_unperturbed}  # by whether rho > 0
+    self.meter = Meter(self.cost, peak * self.mesh.size if peak else None)
+    self.spikes = watch.SpikeDetector(c.guard.spike)
+    self.profiler = Profiler(self.workdir, c.profile_steps, say=self.say)
 
   def finished(self) -> bool:
     return self.at.step == self.c.opt.num_train_steps
@@ -187,21 +181,36 @@ class Run:
         return
       with self.meter.waiting_for_data():
         batch = next(self.stream)
-      self.state, metrics = self.step_fn(self.state, sharding.to_devices(batch, self.mesh))
       self.at.step += 1
+      on_devices = sharding.to_devices(batch, self.mesh)
+      self.state, metrics = self.profiler.call(self.at.step, self.step_fn, self.state, on_devices)
       if pending:
         self.log(pending)  # of the step before: the device is busy while the host reads
-      pending = Pending(self.at.step, metrics)
+      pending = Pending(self.at.step, metrics, batch)
 
   def log(self, pending: Pending) -> None:
+    """Reads a finished step: the guard's verdict, the cost, and now and then a record."""
     step, metrics = pending.step, jax.device_get(pending.metrics)
-    self.meter.step(tokens=int(metrics.pop("tokens")))
+    if not watch.check(self.c.guard, metrics):
+      raise self.bad_step(pending, metrics)
+    loss = float(metrics.get("train/loss", metrics.get("train/loss_perturbed")))
+    if spike := self.spikes.update(loss):
+      self.say(f"warning: step {step}: {spike}")
+    self.meter.step(int(metrics.pop("tokens")), self.flops[bool(metrics["opt/rho"] > 0)])
     if step % self.c.log_every_steps == 0 or step in (1, self.c.opt.num_train_steps):
-      values = {**metrics, **self.meter.read()}
+      values = {**metrics, **self.meter.read(), "epoch": self.stream.epoch()}
       self.writers.write(step, values)
-      self.progress.update(
-        step, loss=metrics["train/loss"], tokens_per_sec=values["perf/tokens_per_sec"]
-      )
+      self.progress.update(step, loss=loss, tokens_per_sec=values["perf/tokens_per_sec"])
+
+  def bad_step(self, pending: Pending, metrics: dict[str, Any]) -> errors.UserError:
+    self.writers.write(pending.step, metrics)
+    text = watch.report(
+      pending.step, metrics, self.trainer.net, self.state.params, pending.batch, self.mesh
+    )
+    if self.checkpoints:
+      self.checkpoints.wait()
+    steps = self.checkpoints.steps() if self.checkpoints else []
+    return watch.bad_step_error(text, steps[-1] if steps else None)
 
   def evaluate(self) -> None:
     evaluation = self.evaluator(self.state.params, stop=self.stop)
@@ -209,7 +218,8 @@ class Run:
       return
     at = self.at
     at.evaluated, at.last_eval_loss = at.step, evaluation.loss
-    at.best_eval_loss = min(at.best_eval_loss or evaluation.loss, evaluation.loss)
+    if at.best_eval_loss is None or not evaluation.loss >= at.best_eval_loss:
+      at.best_eval_loss = evaluation.loss
     self.writers.write(at.step, {**evaluation.metrics(), **dataclasses.asdict(self.meter.cost)})
     evaluation.save(self.workdir / "eval_sequences.npz", at.step)
     self.say(f"step {at.step}  {evaluation}")
@@ -229,11 +239,14 @@ class Run:
     )
 
   def close(self) -> None:
+    self.profiler.close()
     self.stream.close()
     if self.checkpoints:
       self.checkpoints.wait()
       self.checkpoints.close()
-    self.writers.summary({"best_eval_loss": self.at.best_eval_loss or np.nan})
+    best, last = self.at.best_eval_loss, self.at.last_eval_loss
+    if best is not None and last is not None:
+      self.writers.summary({"best_eval_loss": best, "last_eval_loss": last})
     self.writers.close()
     self.progress.close()
 

@@ -11,6 +11,7 @@ from nanosam.model import ACTIVATIONS, ATTENTIONS
 from nanosam.optim import registry, schedules
 from nanosam.optim.base import BASES
 from nanosam.optim.direction import VARIANTS
+from nanosam.profiling import parse_steps
 from nanosam.writers import WANDB_MODES
 
 CHOICES = {
@@ -61,6 +62,7 @@ def validate(c: ml_collections.ConfigDict) -> None:
       re.compile(values[key])
     except re.error as e:
       raise UsageError(f"{key}={values[key]} is not a regex: {e}") from e
+  parse_steps(c.profile_steps)
   _sizes(c)
   _method(c)
 

@@ -11,6 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import pytest
+from training import Commands
 
 from nanosam import config as config_lib
 from nanosam.data.batch import Batch
@@ -30,6 +31,21 @@ def cache(tmp_path_factory):
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("NANOSAM_CACHE", str(folder))
     yield folder
+
+
+@pytest.fixture(scope="session")
+def commands(cache):
+  """Commands in processes of their own; the tiny config of tests/tiny_config.py."""
+  return Commands(cache)
+
+
+@pytest.fixture(scope="session")
+def whole(commands, tmp_path_factory):
+  """A run that nothing disturbed: 16 steps, evaluated at 8 and 16, checkpoints 12 and 16."""
+  workdir = tmp_path_factory.mktemp("whole") / "run"
+  outcome = commands.train(workdir)
+  assert outcome.code == 0, outcome.err
+  return workdir
 
 
 @pytest.fixture

@@ -8,22 +8,9 @@ import shutil
 import subprocess
 
 import pytest
-from training import CONFIG, Commands, assert_same_run, steps
+from training import CONFIG, assert_same_run, steps
 
 BAD_REQUEST, FAILED = 2, 1
-
-
-@pytest.fixture(scope="module")
-def commands(cache):
-  return Commands(cache)
-
-
-@pytest.fixture(scope="module")
-def whole(commands, tmp_path_factory):
-  workdir = tmp_path_factory.mktemp("whole") / "run"
-  outcome = commands.train(workdir)
-  assert outcome.code == 0, outcome.err
-  return workdir
 
 
 @pytest.fixture
@@ -51,7 +38,7 @@ def test_bad_requests(commands, tmp_path):
   }
   started = [commands.start("train", *words) for words in requests]
   for process, parts in zip(started, requests.values(), strict=True):
-    out, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=120)
     assert process.returncode in (BAD_REQUEST, FAILED), err
     assert err.startswith("nanosam: ") and err.count("\n") == 1, err
     for part in parts:

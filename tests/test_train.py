@@ -10,24 +10,10 @@ import sys
 import jax
 import numpy as np
 import pytest
-from training import ROOT, Commands, assert_same_run, losses, state, steps
+from training import ROOT, assert_same_run, losses, state, steps
 
 from nanosam import config as config_lib
 from nanosam.writers import read_metrics
-
-
-@pytest.fixture(scope="module")
-def commands(cache):
-  return Commands(cache)
-
-
-@pytest.fixture(scope="module")
-def whole(commands, tmp_path_factory):
-  """A run that nothing disturbs: 16 steps, evaluated at 8 and 16, saved at 4, 8, 12 and 16."""
-  workdir = tmp_path_factory.mktemp("whole") / "run"
-  outcome = commands.train(workdir)
-  assert outcome.code == 0, outcome.err
-  return workdir
 
 
 @pytest.fixture

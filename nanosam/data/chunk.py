@@ -138,8 +138,9 @@ class _SplitWriter:
     self._tokenizer = tokenizer
     self._tokens: ShardWriter = StoreWriter(directory, tokenizer).shard(split, 0)
     self._path = directory / f"{split}-00000.array_record"
-    # One record a group: any document can be read without its neighbours.
-    self._texts = ArrayRecordWriter(os.fspath(self._path), "group_size:1,zstd")
+    # One record a group: any document can be read without its neighbours. Higher levels of zstd
+    # save 5 % of the space for twice the time.
+    self._texts = ArrayRecordWriter(os.fspath(self._path), "group_size:1,zstd:1")
 
   def add(self, document: formats.Document) -> None:
     self._tokens.add(self._tokenizer.encode_array(document.text), len(document.utf8))

@@ -5,8 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from etils import epath
-
 from nanosam.data.chunk import RECORD, SHOWN_PROBLEMS, TEXT_FIELD, write_json
 from nanosam.data.cut import chunk_directories
 from nanosam.data.store import TOKENIZER, Shard, StoreWriter
@@ -95,26 +93,26 @@ def _totals(shards: list[Shard]) -> dict[str, int]:
 
 
 def _write_tfds_metadata(directory: Path, shards: dict[str, list[Shard]]) -> None:
-  import tensorflow_datasets as tfds
-
-  template = tfds.core.ShardedFileTemplate(
-    data_dir=epath.Path(directory), dataset_name="text", filetype_suffix="array_record"
-  )
-  tfds.folder_dataset.write_metadata(
-    data_dir=epath.Path(directory),
-    features=tfds.features.FeaturesDict({TEXT_FIELD: tfds.features.Text()}),
-    split_infos=[
-      tfds.core.SplitInfo(
-        name=split,
-        shard_lengths=[s.documents for s in found],
-        num_bytes=sum(s.bytes for s in found),
-        filename_template=template,
-      )
-      for split, found in shards.items()
-    ],
-    filename_template=template,
-    check_data=False,  # It would do so with TensorFlow.
-  )
+  """The two files that tfds.builder_from_directory wants, without its imports."""
+  splits = [
+    {
+      "name": split,
+      "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+      "numBytes": str(sum(s.bytes for s in found)),
+      "shardLengths": [str(s.documents) for s in found],
+    }
+    for split, found in shards.items()
+  ]
+  info = {"name": "text", "version": "1.0.0", "fileFormat": "array_record", "splits": splits}
+  package = "tensorflow_datasets.core.features"
+  features = {
+    "pythonClassName": f"{package}.features_dict.FeaturesDict",
+    "featuresDict": {
+      "features": {TEXT_FIELD: {"pythonClassName": f"{package}.text_feature.Text", "text": {}}}
+    },
+  }
+  write_json(directory / "features.json", features)
+  write_json(directory / "dataset_info.json", info)
 
 
 def describe(out: Path, summary: dict[str, Any]) -> str:

@@ -14,17 +14,20 @@ from typing import Any
 
 from nanosam import errors
 from nanosam.data.batch import batch_hash
+from nanosam.data.command import Parser
 from nanosam.data.finish import PLAN
 from nanosam.data.pipeline import Source, open_source
 from nanosam.data.store import StoreReader, check_sha256
 from nanosam.errors import UsageError
 
 _SECONDS = 2.0  # of measuring throughput
-
-
-class _Parser(argparse.ArgumentParser):
-  def error(self, message: str) -> Any:
-    raise UsageError(f"{message}; see --help")
+_SETTINGS = {
+  "vocab_size": 4096,
+  "cache_dir": "",
+  "data_dir": "",
+  "tokenizer": "",
+  "text_field": "text",
+}
 
 
 def main(argv: list[str]) -> None:
@@ -33,14 +36,7 @@ def main(argv: list[str]) -> None:
   name = a.source or (config and config.data.source)
   if not name:
     raise UsageError("nothing to look at: say --source=tokens:DIR, or --config=FILE.py")
-  source = open_source(
-    name,
-    vocab_size=config.data.vocab_size if config else a.vocab_size,
-    cache_dir=a.cache_dir,
-    data_dir=a.data_dir,
-    tokenizer=a.tokenizer,
-    text_field=a.text_field,
-  )
+  source = open_source(name, **{key: _setting(a, config, key) for key in _SETTINGS})
   if a.verify:
     verify(name)
   L, batch_size = (config.model.L, config.batch_size) if config else (a.length, a.batch_size)
@@ -53,16 +49,16 @@ def main(argv: list[str]) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  p = _Parser("python -m nanosam.data.inspect", allow_abbrev=False)
+  p = Parser("nanosam.data.inspect", "Looks at a data source.")
   p.add_argument("--source", help="embedded, tokens:DIR, tfds:NAME or tfds:DIR")
   p.add_argument("--config", help="FILE.py[:k=v,...]")
   p.add_argument("--length", type=int, default=512, help="of a row, without a config (%(default)s)")
   p.add_argument("--batch_size", type=int, default=256, help="without a config (%(default)s)")
-  p.add_argument("--vocab_size", type=int, default=4096, help="of embedded (%(default)s)")
-  p.add_argument("--data_dir", default="", help="where tfds:NAME lies")
-  p.add_argument("--tokenizer", default="", help="for tfds")
-  p.add_argument("--text_field", default="text", help="for tfds (%(default)s)")
-  p.add_argument("--cache_dir", default="")
+  p.add_argument("--vocab_size", type=int, help="of embedded")
+  p.add_argument("--cache_dir", help="for copies and the embedded corpus")
+  p.add_argument("--data_dir", help="where tfds:NAME lies")
+  p.add_argument("--tokenizer", help="for tfds")
+  p.add_argument("--text_field", help="for tfds")
   p.add_argument("--workers", type=int, default=0, help="reading processes (%(default)s)")
   p.add_argument("--rows", type=int, default=5, help="to show (%(default)s)")
   p.add_argument("--verify", action="store_true", help="compare checksums of a token store")
@@ -74,6 +70,12 @@ def _load_config(spec: str) -> Any:
   from nanosam import config  # the whole framework, only if asked for
 
   return config.load(spec)
+
+
+def _setting(a: argparse.Namespace, config: Any, key: str) -> Any:
+  """The flag, or the config's value, or what open_source takes for none."""
+  given = getattr(a, key)
+  return given if given is not None else config.data[key] if config else _SETTINGS[key]
 
 
 def look(

@@ -38,6 +38,7 @@ from nanosam import errors
 from nanosam.data import chunk as chunk_lib
 from nanosam.data import vocabulary
 from nanosam.data.chunk import Rules, write_json
+from nanosam.data.command import Parser
 from nanosam.data.cut import cut_chunks, drop_group
 from nanosam.data.finish import PLAN, describe, finish
 from nanosam.data.inputs import Plan, changes, make_plan
@@ -73,14 +74,8 @@ def prepare(a: argparse.Namespace) -> dict[str, Any]:
   return record["summary"]
 
 
-class _Parser(argparse.ArgumentParser):
-  def error(self, message: str) -> Any:
-    raise UsageError(f"{message}; see --help")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  summary = "Turns files of text into a token store and a TFDS data set."
-  p = _Parser("python -m nanosam.data.prepare", description=summary, allow_abbrev=False)
+  p = Parser("nanosam.data.prepare", "Turns files of text into a token store and a TFDS data set.")
   many: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "GLOB"}
   p.add_argument("--input", required=True, help="files of documents; gs:// too", **many)
   p.add_argument("--output", required=True, metavar="DIR", help="local directory for the result")

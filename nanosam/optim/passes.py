@@ -19,7 +19,7 @@ from nanosam.model import Params, unembedding
 from nanosam.optim.registry import HERE, THERE, Path
 from nanosam.sharding import batch_shards, split_like_parameters, split_over_batch
 
-STORE_LIMIT_BYTES = 2**29  # head.residual=auto keeps a residual up to this size on each device
+STORE_LIMIT_BYTES = 2**27  # head.residual=auto keeps a residual up to this size on each device
 
 Hidden = Callable[[Params, Batch], jax.Array]  # to last hidden states, B x L x D
 Back = Callable[[head.Point], Params]

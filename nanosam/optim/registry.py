@@ -85,6 +85,6 @@ def resolve(opt: Any) -> tuple[along.Direction | None, Path]:
   if needs and needs.needs_mu and (opt.base not in ("adamw", "sgd", "lion") or not opt.b1):
     raise UsageError(
       f"opt.method={opt.method} needs a first moment of every parameter, which "
-      f"opt.base={opt.base} with opt.b1={opt.b1} does not keep: use adamw, lion or sgd with opt.b1 > 0"
+      f"opt.base={opt.base} with opt.b1={opt.b1} does not keep: use adamw, lion or sgd and b1 > 0"
     )
   return method.direction, path

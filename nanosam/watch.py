@@ -1,0 +1,81 @@
+"""The host's eye on a run: ends it when the guard says so, warns of spikes."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from nanosam import sharding
+from nanosam.data.batch import Batch
+from nanosam.errors import UserError
+from nanosam.evaluate import row_sums
+from nanosam.model import Params
+from nanosam.optim.guard import Counts, must_abort
+from nanosam.optim.passes import Net
+
+
+def check(guard: Any, metrics: Mapping[str, Any]) -> bool:
+  """Whether the run may go on after a step with these metrics."""
+  counts = Counts(*(metrics[f"guard/{name}"] for name in Counts._fields))
+  return not must_abort(guard, counts)
+
+
+def report(
+  step: int, metrics: Mapping[str, Any], net: Net, params: Params, batch: Batch, mesh: Mesh
+) -> str:
+  """What is known of a bad step. The guard kept the parameters as they were before it."""
+  with jax.set_mesh(mesh):
+    nll_B, weight_B = jax.jit(
+      lambda p, b: row_sums(net, p, b), out_shardings=sharding.replicated(mesh)
+    )(params, sharding.to_devices(batch, mesh))
+  bad = np.flatnonzero(~np.isfinite(np.asarray(nll_B) + np.asarray(weight_B)))
+  where = f"batch rows {bad.tolist()}" if len(bad) else "no single row of the batch"
+  names = ("train/loss", "train/loss_perturbed", "opt/grad_norm")
+  values = ", ".join(f"{n} {float(metrics[n]):.6g}" for n in names if n in metrics)
+  counts = ", ".join(f"{n} {int(metrics[f'guard/{n}'])}" for n in Counts._fields)
+  norms = ", ".join(
+    f"{n.removeprefix('grad_norm/')} {float(v):.4g}"
+    for n, v in metrics.items()
+    if n.startswith("grad_norm/")
+  )
+  return (
+    f"step {step} is not finite: {values}; a plain loss that is not finite: {where}; "
+    f"gradient norms: {norms}; counts: {counts}"
+  )
+
+
+class SpikeDetector:
+  """Says when the loss jumps out of its recent range. It only warns."""
+
+  def __init__(self, deviations: float, memory: float = 0.98, warmup: int = 50):
+    self._deviations, self._memory, self._warmup = deviations, memory, warmup
+    self._seen = 0
+    self._mean = self._variance = 0.0
+
+  def update(self, loss: float) -> str | None:
+    if not math.isfinite(loss):
+      return None  # the guard's business
+    spread = math.sqrt(self._variance)
+    spike = (
+      self._deviations > 0
+      and self._seen >= self._warmup
+      and loss > self._mean + self._deviations * max(spread, 1e-3)
+    )
+    message = f"loss {loss:.4f} after a mean of {self._mean:.4f} +- {spread:.4f}" if spike else None
+    self._seen += 1
+    rate = max(1 - self._memory, 1 / self._seen)
+    delta = loss - self._mean
+    self._mean += rate * delta
+    self._variance = (1 - rate) * (self._variance + rate * delta**2)
+    return message
+
+
+def bad_step_error(text: str, checkpoint: int | None) -> UserError:
+  last = f"the last good checkpoint is step {checkpoint}" if checkpoint else "no checkpoint yet"
+  return UserError(
+    f"{text}. Nothing was updated; {last}. Lower the learning rate or rho, warm rho up, or say "
+    "--config.guard.policy=skip"
+  )

@@ -1,0 +1,189 @@
+"""Kills a training run at random moments and compares the outcome with an undisturbed run.
+
+python scripts/soak.py [--kills=20] [--seed=0] [--out=DIR] [--config=FILE.py] [--config.KEY=VALUE ...]
+
+Half of the kills come while a checkpoint is being written, a quarter before the first step (imports,
+restoring, compiling), a quarter at any other time. Exit 0: the final state and all losses are
+identical, bit by bit. Exit 1: what differs, or that a run failed.
+"""
+
+import argparse
+import collections
+import contextlib
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from nanosam.writers import METRICS_FILE, read_metrics
+
+ROOT = pathlib.Path(__file__).parents[1]
+STEPS_PER_KILL = 100
+SETTINGS = {
+  "model.L": 64,
+  "batch_size": 16,
+  "opt.warmup_steps": 10,
+  "eval_every_steps": 60,
+  "eval_steps": 2,
+  "checkpoint_every_steps": 25,
+  "log_every_steps": 1,
+  "wandb.mode": "disabled",
+}
+Process = subprocess.Popen[bytes]
+
+
+def main() -> None:
+  args, overrides = arguments()
+  folder = pathlib.Path(args.out or tempfile.mkdtemp(prefix="nanosam-soak-"))
+  whole, killed = folder / "whole", folder / "killed"
+  for workdir in (whole, killed):
+    shutil.rmtree(workdir, ignore_errors=True)
+  folder.mkdir(parents=True, exist_ok=True)
+  settings = {"opt.num_train_steps": STEPS_PER_KILL * args.kills, **SETTINGS}
+  command = [
+    *(sys.executable, "-m", "nanosam.train", f"--config={args.config}"),
+    *(f"--config.{key}={value}" for key, value in settings.items()),
+    *overrides,
+  ]
+  print(f"an undisturbed run in {whole} ...", flush=True)
+  pace = train(command, whole)
+  kill(command, killed, args.kills, random.Random(args.seed), pace)
+  train(command, killed)
+  if differences := compare(whole, killed):
+    sys.exit("\n".join(differences))
+  print("identical: parameters, optimizer state, every train and eval loss")
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+  )
+  parser.add_argument("--kills", type=int, default=20)
+  parser.add_argument("--seed", type=int, default=0, help="of the moments")
+  parser.add_argument("--out", help="folder of the two workdirs (default: a temporary one)")
+  parser.add_argument("--config", default="configs/quickstart.py")
+  return parser.parse_known_args()
+
+
+class Pace:
+  """How long a run takes to its first step, and for STEPS_PER_KILL of them; in seconds."""
+
+  def __init__(self, until_first_step: float, steps: float):
+    self.until_first_step, self.steps = until_first_step, steps
+
+
+def start(command: list[str], workdir: pathlib.Path) -> Process:
+  with open(workdir.with_suffix(".log"), "ab") as log:
+    return subprocess.Popen(
+      [*command, f"--config.workdir={workdir}"], cwd=ROOT, stdout=log, stderr=log
+    )
+
+
+def train(command: list[str], workdir: pathlib.Path) -> Pace:
+  begin = time.monotonic()
+  process = start(command, workdir)
+  while process.poll() is None and not (workdir / METRICS_FILE).exists():
+    time.sleep(0.01)
+  first_step = time.monotonic()
+  if process.wait():
+    fail(process, workdir)
+  last = read_metrics(workdir / METRICS_FILE)[-1]["step"]
+  return Pace(first_step - begin, (time.monotonic() - first_step) / last * STEPS_PER_KILL)
+
+
+def fail(process: Process, workdir: pathlib.Path) -> None:
+  log = workdir.with_suffix(".log")
+  sys.exit(f"exit code {process.returncode}, see {log}:\n{log.read_text()[-1000:]}")
+
+
+def kill(
+  command: list[str], workdir: pathlib.Path, kills: int, rng: random.Random, pace: Pace
+) -> None:
+  counts: collections.Counter[str] = collections.Counter()
+  for number in range(1, kills + 1):
+    process = start(command, workdir)
+    moment = rng.choice(["while saving", "while saving", "before a step", "at any time"])
+    if moment == "before a step":
+      wait(process, rng.uniform(0, pace.until_first_step))
+    elif moment == "at any time":
+      wait(process, pace.until_first_step + rng.uniform(0, pace.steps))
+    else:
+      wait_for_saving(process, workdir, rng)
+    process.kill()
+    if process.wait() == 0:
+      sys.exit(f"the run ended after {number - 1} kills: raise --config.opt.num_train_steps")
+    if process.returncode > 0:
+      fail(process, workdir)
+    unfinished = [path.name for path in workdir.glob("checkpoints/*tmp*")]
+    counts["that left a half-written checkpoint" if unfinished else "others"] += 1
+    print(f"kill {number:3d} {moment:14s} checkpoints {steps(workdir)} {unfinished}", flush=True)
+  print(f"{kills} kills: {dict(counts)}; now to the end ...", flush=True)
+
+
+def wait(process: Process, seconds: float) -> None:
+  with contextlib.suppress(subprocess.TimeoutExpired):
+    process.wait(seconds)
+
+
+def wait_for_saving(process: Process, workdir: pathlib.Path, rng: random.Random) -> None:
+  """Until this process writes a checkpoint, for some time between its first and last byte."""
+  begin, saves, wanted = time.time(), set(), rng.randint(1, 3)
+  while process.poll() is None and len(saves) < wanted:
+    for path in workdir.glob("checkpoints/*tmp*"):
+      with contextlib.suppress(FileNotFoundError):  # finished in this moment
+        if path.stat().st_mtime > begin:
+          saves.add(path.name)
+    time.sleep(0.001)
+  time.sleep(rng.uniform(0, 0.05))
+
+
+def steps(workdir: pathlib.Path) -> list[int]:
+  return sorted(int(p.name) for p in workdir.glob("checkpoints/*") if p.name.isdigit())
+
+
+def compare(whole: pathlib.Path, killed: pathlib.Path) -> list[str]:
+  """What differs, in lines to print."""
+  differences = []
+  for name in ("train/loss", "eval/loss", "eval/loss_sem", "eval/bits_per_byte"):
+    expected, found = ([*values(w, name)] for w in (whole, killed))
+    wrong = [pair for pair in zip(expected, found, strict=False) if pair[0] != pair[1]]
+    if len(expected) != len(found) or wrong:
+      differences.append(
+        f"{name}: {len(found)} records instead of {len(expected)}; first difference: {wrong[:1]}"
+      )
+  expected, found = (arrays(w, steps(w)[-1]) for w in (whole, killed))
+  for path in sorted(expected.keys() | found.keys()):
+    if path not in expected or path not in found:
+      differences.append(f"{path}: only in one of the two final checkpoints")
+    elif not np.array_equal(expected[path], found[path], equal_nan=True):
+      gap = np.max(np.abs(expected[path].astype(float) - found[path].astype(float)))
+      differences.append(f"{path}: differs by up to {gap}")
+  return differences
+
+
+def values(workdir: pathlib.Path, name: str) -> Iterator[tuple[int, float]]:
+  for record in read_metrics(workdir / METRICS_FILE):
+    if name in record:
+      yield record["step"], record[name]
+
+
+def arrays(workdir: pathlib.Path, step: int) -> dict[str, Any]:
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that shardings are unknown
+    tree = ocp.PyTreeCheckpointer().restore(workdir / "checkpoints" / str(step) / "state")
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+
+
+if __name__ == "__main__":
+  main()

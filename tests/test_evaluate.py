@@ -1,0 +1,77 @@
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from nanosam import errors, evaluate, restore, sharding
+from nanosam.data.store import StoreWriter
+from nanosam.data.tokenizer import train_tokenizer
+from nanosam.evaluate import Evaluator
+from nanosam.writers import read_metrics
+
+
+def test_the_standard_error_is_that_of_resampled_sequences():
+  rng = np.random.default_rng(0)
+  weight = rng.integers(50, 100, 400).astype(float)
+  nll = weight * rng.normal(3.0, 0.5, 400)
+  found = evaluate.Evaluation(nll, weight, bytes=1000)
+  picks = rng.integers(0, 400, (4000, 400))
+  bootstrap = np.std(nll[picks].sum(1) / weight[picks].sum(1))
+  assert found.loss_sem == pytest.approx(bootstrap, rel=0.05)
+  assert found.bits_per_byte == pytest.approx(nll.sum() / np.log(2) / 1000)
+
+
+def test_depends_on_neither_batch_size_nor_devices(whole):
+  run = restore.load_run(whole)
+  c = run.config
+  data = run.source.validation(L=c.model.L, rows=64, mask_documents=False)
+  params = jax.device_get(run.params)
+  results = []
+  for devices, batch_size in [(1, 16), (1, 1), (1, 100), (2, 3), (8, 16)]:
+    mesh = sharding.make_mesh(1, -1, jax.devices()[:devices])
+    here = jax.device_put(params, sharding.state_shardings(params, mesh))
+    results.append(Evaluator(run.net, data, batch_size, mesh)(here))
+  for found in results[1:]:
+    np.testing.assert_allclose(found.nll_R, results[0].nll_R, rtol=1e-5)
+    np.testing.assert_array_equal(found.weight_R, results[0].weight_R)
+
+
+def test_stops_on_request(whole):
+  run = restore.load_run(whole)
+  data = run.source.validation(L=32, rows=64, mask_documents=False)
+  assert Evaluator(run.net, data, 8, run.mesh)(run.params, stop=True) is None
+
+
+def test_the_command_gives_the_loss_of_training(commands, whole):
+  outcome = commands("evaluate", f"--workdir={whole}", "--json", devices=1)
+  assert outcome.code == 0, outcome.err
+  found, record = json.loads(outcome.out), read_metrics(whole / "metrics.jsonl")[-1]
+  assert found["step"] == record["step"] == 16
+  for key in ("eval/loss", "eval/loss_sem", "eval/bits_per_byte"):
+    assert found[key] == record[key]
+
+
+def store(directory, tokenizer, texts):
+  writer = StoreWriter(directory, tokenizer)
+  documents = [(tokenizer.encode(text), len(text.encode())) for text in texts]
+  writer.finish({s: [writer.write_shard(s, 0, documents)] for s in ("train", "validation")})
+  return f"tokens:{directory}"
+
+
+def test_another_source(whole, tmp_path, capsys):
+  tokenizer = restore.load_run(whole).source.tokenizer
+  text = "The quick brown fox jumps over the lazy dog. " * 20
+  source = store(tmp_path / "fox", tokenizer, [text] * 2)
+  evaluate.main(["evaluate", f"--workdir={whole}", f"--source={source}", "--step=12", "--json"])
+  found = json.loads(capsys.readouterr().out)
+  assert (found["step"], found["bytes"]) == (12, 2 * len(text)) and found["eval/loss"] > 3
+  evaluate.main(["evaluate", f"--workdir={whole}", f"--source={source}"])
+  assert "+-" in capsys.readouterr().out
+
+
+def test_another_tokenizer_is_refused(whole, tmp_path):
+  text = "\n".join(f"the quick brown fox {n} jumps over the lazy dog" for n in range(300))
+  source = store(tmp_path / "other", train_tokenizer([text], 300), [text])
+  with pytest.raises(errors.UsageError, match="another tokenizer"):
+    evaluate.main(["evaluate", f"--workdir={whole}", f"--source={source}"])
