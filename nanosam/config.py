@@ -31,6 +31,8 @@ SIZES: dict[str, tuple[int, int, int]] = {
 }
 
 
+# A default that follows another key is an expression of its reference (`ref + ""`): the bare reference
+# would be the same cell, and setting either key would set both.
 def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDict:
   """The reference's settings (Nanodo's where the paper is silent)."""
   c = ml_collections.ConfigDict()
@@ -80,7 +82,7 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
 
   o.rho = 0.05  # radius of the perturbation (adamw has none)
   o.rho_schedule = "constant"  # constant | warmup | lr (proportional to it) | piecewise
-  o.rho_warmup_steps = o.get_ref("warmup_steps")  # for rho_schedule=warmup
+  o.rho_warmup_steps = o.get_ref("warmup_steps") * 1  # for rho_schedule=warmup
   o.rho_pieces = "0.8:1"  # for piecewise: fraction of training:factor,...; 0 before the first
   o.phi = math.pi / 4  # angle_sam: 0 = functional path, pi/2 = logit path
   o.angle_form = "exact"  # exact | short (one backward pass less, equal to second order in rho)
@@ -90,7 +92,7 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   o.momentum_sign = 1.0  # 1: the ascent side; -1: as published for Momentum-SAM
   o.perturb_params = ".*"  # regex of parameter paths that the perturbation covers
   o.perturb_group = 0  # m-SAM: one perturbation per group of so many sequences; 0 = one for all
-  o.perturbed_dtype = m.get_ref("dtype")  # compute type of the second pass
+  o.perturbed_dtype = m.get_ref("dtype") + ""  # compute type of the second pass
   o.log_gradient_cosine = False  # of the method's gradient and the plain one, which it keeps alive
 
   c.guard = g = ml_collections.ConfigDict()
@@ -129,7 +131,7 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   w.project = "nanosam"
   w.entity = ""
   w.name = ""  # "" = the workdir's name
-  w.group = o.get_ref("method")
+  w.group = o.get_ref("method") + ""
   w.job_type = "train"
   w.tags = ""  # comma-separated
 

@@ -1,10 +1,10 @@
 """Kills a training run at random moments and compares the outcome with an undisturbed run.
 
-python scripts/soak.py [--kills=20] [--seed=0] [--out=DIR] [--config=FILE.py] [--config.KEY=VALUE ...]
+python scripts/soak.py [--kills=20] [--seed=0] [--out=DIR] [--config=FILE] [--config.KEY=VALUE ...]
 
-Half of the kills come while a checkpoint is being written, a quarter before the first step (imports,
-restoring, compiling), a quarter at any other time. Exit 0: the final state and all losses are
-identical, bit by bit. Exit 1: what differs, or that a run failed.
+Half of the kills come while a checkpoint is being written, a quarter before the first step (while
+importing, restoring, compiling), a quarter at any other time. Exit 0: the final state and all
+losses are identical, bit by bit. Exit 1: what differs, or that a run failed.
 """
 
 import argparse
@@ -28,14 +28,17 @@ import orbax.checkpoint as ocp
 from nanosam.writers import METRICS_FILE, read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
-STEPS_PER_KILL = 100
-SETTINGS = {
-  "model.L": 64,
-  "batch_size": 16,
+STEPS_PER_KILL = 30
+SETTINGS = {  # of a run that spends most of its time on what may go wrong
+  "model.D": 32,
+  "model.L": 32,
+  "model.N": 1,
+  "batch_size": 8,
   "opt.warmup_steps": 10,
-  "eval_every_steps": 60,
+  "data.vocab_size": 512,
+  "eval_every_steps": 30,
   "eval_steps": 2,
-  "checkpoint_every_steps": 25,
+  "checkpoint_every_steps": 15,
   "log_every_steps": 1,
   "wandb.mode": "disabled",
 }
@@ -56,8 +59,8 @@ def main() -> None:
     *overrides,
   ]
   print(f"an undisturbed run in {whole} ...", flush=True)
-  pace = train(command, whole)
-  kill(command, killed, args.kills, random.Random(args.seed), pace)
+  seconds = train(command, whole)
+  kill(command, killed, args.kills, random.Random(args.seed), seconds)
   train(command, killed)
   if differences := compare(whole, killed):
     sys.exit("\n".join(differences))
@@ -75,13 +78,6 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
   return parser.parse_known_args()
 
 
-class Pace:
-  """How long a run takes to its first step, and for STEPS_PER_KILL of them; in seconds."""
-
-  def __init__(self, until_first_step: float, steps: float):
-    self.until_first_step, self.steps = until_first_step, steps
-
-
 def start(command: list[str], workdir: pathlib.Path) -> Process:
   with open(workdir.with_suffix(".log"), "ab") as log:
     return subprocess.Popen(
@@ -89,16 +85,15 @@ def start(command: list[str], workdir: pathlib.Path) -> Process:
     )
 
 
-def train(command: list[str], workdir: pathlib.Path) -> Pace:
-  begin = time.monotonic()
+def train(command: list[str], workdir: pathlib.Path) -> float:
+  """To the end; returns how many seconds STEPS_PER_KILL steps took."""
   process = start(command, workdir)
-  while process.poll() is None and not (workdir / METRICS_FILE).exists():
-    time.sleep(0.01)
-  first_step = time.monotonic()
+  wait_for_step(process, workdir)
+  begin = time.monotonic()
   if process.wait():
     fail(process, workdir)
   last = read_metrics(workdir / METRICS_FILE)[-1]["step"]
-  return Pace(first_step - begin, (time.monotonic() - first_step) / last * STEPS_PER_KILL)
+  return (time.monotonic() - begin) / last * STEPS_PER_KILL
 
 
 def fail(process: Process, workdir: pathlib.Path) -> None:
@@ -107,16 +102,17 @@ def fail(process: Process, workdir: pathlib.Path) -> None:
 
 
 def kill(
-  command: list[str], workdir: pathlib.Path, kills: int, rng: random.Random, pace: Pace
+  command: list[str], workdir: pathlib.Path, kills: int, rng: random.Random, seconds: float
 ) -> None:
   counts: collections.Counter[str] = collections.Counter()
   for number in range(1, kills + 1):
     process = start(command, workdir)
     moment = rng.choice(["while saving", "while saving", "before a step", "at any time"])
     if moment == "before a step":
-      wait(process, rng.uniform(0, pace.until_first_step))
+      wait_for_step(process, workdir, at_most=rng.uniform(0, 5))
     elif moment == "at any time":
-      wait(process, pace.until_first_step + rng.uniform(0, pace.steps))
+      wait_for_step(process, workdir)
+      wait(process, rng.uniform(0, seconds))
     else:
       wait_for_saving(process, workdir, rng)
     process.kill()
@@ -133,6 +129,15 @@ def kill(
 def wait(process: Process, seconds: float) -> None:
   with contextlib.suppress(subprocess.TimeoutExpired):
     process.wait(seconds)
+
+
+def wait_for_step(process: Process, workdir: pathlib.Path, at_most: float = 1e9) -> None:
+  """Until this process has written a record."""
+  begin, end, file = time.time(), time.monotonic() + at_most, workdir / METRICS_FILE
+  while process.poll() is None and time.monotonic() < end:
+    if file.exists() and file.stat().st_size and file.stat().st_mtime > begin:
+      return
+    time.sleep(0.005)
 
 
 def wait_for_saving(process: Process, workdir: pathlib.Path, rng: random.Random) -> None:

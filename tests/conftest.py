@@ -59,7 +59,7 @@ def tiny_config(tmp_path):
   """Small enough to compile in a second, with every part in use."""
   c = config_lib.default(size="mini")
   c.workdir = str(tmp_path / "run")
-  c.model.update(D=16, H=2, L=12, N=2, dtype="float32")
+  c.model.update(D=16, H=2, L=12, N=1, dtype="float32")
   c.batch_size = 8
   c.head.chunk = 5
   c.opt.num_train_steps = 8

@@ -5,17 +5,24 @@ import pytest
 
 from nanosam import config as config_lib
 from nanosam.errors import UsageError
+from nanosam.validate import check_devices, validate
 
 QUICKSTART = "configs/quickstart.py"
 
 
 def parse(*overrides, file=QUICKSTART):
-  return config_lib.from_command_line(["train", f"--config={file}", *overrides])
+  c = config_lib.from_command_line(["train", f"--config={file}", *overrides])
+  validate(c)
+  return c
 
 
 def test_overrides_reach_the_config_with_the_right_types():
-  c = parse("--config.opt.peak_learning_rate=3", "--config.data.repeat=false", "--config.model.D", "128",
-            "--config.workdir=12")  # fmt: skip
+  c = parse(
+    "--config.opt.peak_learning_rate=3",
+    "--config.data.repeat=false",
+    *("--config.model.D", "128"),
+    "--config.workdir=12",
+  )
   assert (c.opt.peak_learning_rate, c.data.repeat, c.model.D, c.workdir) == (3.0, False, 128, "12")
 
 
@@ -23,6 +30,10 @@ def test_dependent_defaults_follow_unless_set():
   c = parse("--config.model.D=128", "--config.opt.peak_learning_rate=0.02")
   assert c.model.F == 512
   assert c.opt.final_learning_rate == pytest.approx(0.002)
+  c = parse("--config.opt.perturbed_dtype=bfloat16", "--config.opt.rho_warmup_steps=7")
+  assert (c.model.dtype, c.opt.warmup_steps) == ("float32", 60)
+  c = parse("--config.model.dtype=bfloat16", "--config.opt.method=sam")
+  assert (c.opt.perturbed_dtype, c.wandb.group) == ("bfloat16", "sam")
   c = parse("--config.model.F=100", "--config.model.D=128", "--config.opt.final_learning_rate=0.0")
   assert (c.model.F, c.opt.final_learning_rate) == (100, 0.0)
 
@@ -79,12 +90,16 @@ def test_wrong_files_and_arguments(file, words):
 def test_a_broken_config_file_is_named(tmp_path):
   file = tmp_path / "broken.py"
   file.write_text(
-    "from nanosam import config\ndef get_config(arg):\n  c = config.default()\n  c.opt.rhoo = 1\n  return c"
+    "from nanosam import config\n"
+    "def get_config(arg):\n"
+    "  c = config.default()\n"
+    "  c.opt.rhoo = 1\n"
+    "  return c\n"
   )
-  with pytest.raises(UsageError, match="broken.py.*rhoo"):
+  with pytest.raises(UsageError, match=r"broken\.py.*rhoo"):
     parse(file=str(file))
   file.write_text("def get_config(arg) return 1")
-  with pytest.raises(UsageError, match="broken.py.*SyntaxError"):
+  with pytest.raises(UsageError, match=r"broken\.py.*SyntaxError"):
     parse(file=str(file))
   file.write_text("x = 1")
   with pytest.raises(UsageError, match="get_config"):
@@ -109,6 +124,6 @@ def test_changed_keys_ignore_what_does_not_change_the_result():
 
 def test_device_divisibility_says_what_would_work():
   c = parse("--config.batch_size=12", "--config.grad_accumulation_steps=2")
-  config_lib.check_devices(c, 3)
+  check_devices(c, 3)
   with pytest.raises(UsageError, match="multiple of 8"):
-    config_lib.check_devices(c, 8)
+    check_devices(c, 8)

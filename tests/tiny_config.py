@@ -10,10 +10,13 @@ import os
 import pathlib
 import resource
 import signal
+import sys
 import threading
 import time
 
-from nanosam import config, evaluate, flops, writers
+import jax
+
+from nanosam import config, evaluate, writers
 
 
 def get_config(arg=None):
@@ -50,13 +53,13 @@ def strike(what):
 
 
 def at_compile(act, _):
-  count = flops.count
+  compile_ = jax.stages.Lowered.compile
 
-  def count_and_act(jaxpr):  # what the loop does right before it compiles
+  def act_and_compile(self, *args, **kwargs):
     act()
-    return count(jaxpr)
+    return compile_(self, *args, **kwargs)
 
-  flops.count = count_and_act
+  jax.stages.Lowered.compile = act_and_compile
 
 
 def at_step(act, number):
@@ -89,7 +92,7 @@ def at_saving(act, number):
   start = time.time()
 
   def watch():
-    workdir = next(w.split("=")[1] for w in os.sys.argv if w.startswith("--config.workdir="))
+    workdir = next(w.split("=")[1] for w in sys.argv if w.startswith("--config.workdir="))
     folder = pathlib.Path(workdir, "checkpoints")
     wait_until(lambda: any(written_since(start, p) for p in folder.glob(f"{number}.*tmp*/*/*")))
     act()

@@ -33,6 +33,7 @@ RECORD = "chunk.json"
 INPUT = "input"
 TEXT_FIELD = "text"  # of the data set written, whatever the input calls it
 SHOWN_PROBLEMS = 5
+_BIG_PIECE_BYTES = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +58,6 @@ class Chunk:
   pieces: tuple[tuple[str, int, int], ...]  # path, number of the first record, bytes in the input
   problems: tuple[formats.Problem, ...]  # met while cutting
 
-  def documents(self, text_field: str) -> Iterator[formats.Document | formats.Problem]:
-    with open(self.directory / INPUT, "rb") as f:
-      for path, first, size in self.pieces:
-        piece = formats.Piece(path, first, f.read(size), 0)
-        yield from formats.documents(piece, text_field)
-
 
 class Problems:
   """Counts what was left out, and keeps the first few; or raises at once."""
@@ -80,8 +75,13 @@ class Problems:
       self.first.append(str(problem))
 
 
-def start_worker() -> None:
-  """Leaves ctrl-C to the parent, and does not outlive it."""
+_one_at_a_time: contextlib.AbstractContextManager = contextlib.nullcontext()
+
+
+def start_worker(one_at_a_time: contextlib.AbstractContextManager) -> None:
+  """Leaves ctrl-C to the parent, does not outlive it, and shares a lock for the big pieces."""
+  global _one_at_a_time
+  _one_at_a_time = one_at_a_time
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   parent = parent_process()
   assert parent is not None
@@ -113,14 +113,22 @@ def _process(chunk: Chunk, rules: Rules, tokenizer: Tokenizer) -> dict[str, Any]
   for problem in chunk.problems:
     problems.add(problem)
   writers: dict[str, _SplitWriter] = {}
-  for item in chunk.documents(rules.text_field):
-    if isinstance(item, formats.Problem):
-      problems.add(item)
-      continue
-    split = chunk.split or rules.split_of(item)
-    if split not in writers:
-      writers[split] = _SplitWriter(chunk.directory, split, tokenizer)
-    writers[split].add(item)
+
+  def add(piece: formats.Piece) -> None:
+    for item in formats.documents(piece, rules.text_field):
+      if isinstance(item, formats.Problem):
+        problems.add(item)
+        continue
+      split = chunk.split or rules.split_of(item)
+      if split not in writers:
+        writers[split] = _SplitWriter(chunk.directory, split, tokenizer)
+      writers[split].add(item)
+
+  with open(chunk.directory / INPUT, "rb") as f:
+    for path, first, size in chunk.pieces:
+      # A document takes several times its size, so big ones must not meet in memory.
+      with _one_at_a_time if size >= _BIG_PIECE_BYTES else contextlib.nullcontext():
+        add(formats.Piece(path, first, f.read(size), 0))
   record = {
     "splits": {split: writer.finish() for split, writer in sorted(writers.items())},
     "skipped": problems.count,

@@ -128,13 +128,20 @@ def _blocks(file: IO[bytes]) -> Iterator[bytes | _Bad]:
 def _line_pieces(path: str, file: IO[bytes], stored: IO[bytes]) -> Iterator[Piece | Problem]:
   """A piece ends with the line that brings it to PIECE_BYTES."""
   first, held, skipping = 1, bytearray(), False
+
+  def cut(end: int) -> Iterator[Piece]:
+    nonlocal first
+    if end:
+      with memoryview(held) as view:
+        data = bytes(view[:end])
+      del held[:end]
+      yield Piece(path, first, data, stored.tell())
+      first += data.count(b"\n")
+
   for block in _blocks(file):
     if isinstance(block, _Bad):
-      # The last line may be cut off: it is part of what is lost.
-      whole = bytes(held[: held.rfind(b"\n") + 1])
-      if whole:
-        yield Piece(path, first, whole, stored.tell())
-      yield Problem(path, first + whole.count(b"\n"), block.reason)
+      yield from cut(held.rfind(b"\n") + 1)  # The last line may be cut off: it is lost.
+      yield Problem(path, first, block.reason)
       return
     if skipping:
       end = block.find(b"\n") + 1
@@ -144,19 +151,14 @@ def _line_pieces(path: str, file: IO[bytes], stored: IO[bytes]) -> Iterator[Piec
     searched = len(held)
     held += block
     while (end := held.find(b"\n", max(PIECE_BYTES - 1, searched)) + 1) > 0:
-      yield Piece(path, first, bytes(held[:end]), stored.tell())
-      first += held.count(b"\n", 0, end)
-      del held[:end]
+      yield from cut(end)
       searched = 0
-    if len(held) > MAX_DOCUMENT_BYTES + PIECE_BYTES:  # a line without end; those before it stay
-      end = held.rfind(b"\n") + 1
-      if end:
-        yield Piece(path, first, bytes(held[:end]), stored.tell())
-        first += held.count(b"\n", 0, end)
+    if len(held) > MAX_DOCUMENT_BYTES + PIECE_BYTES:  # a line without end
+      yield from cut(held.rfind(b"\n") + 1)
       yield Problem(path, first, _TOO_LONG)
-      held, skipping = bytearray(), True
-  if held:
-    yield Piece(path, first, bytes(held), stored.tell())
+      skipping = True
+      held.clear()
+  yield from cut(len(held))
 
 
 def _json_texts(piece: Piece, text_field: str) -> Iterator[tuple[int, str | _Bad]]:

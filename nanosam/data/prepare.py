@@ -176,8 +176,9 @@ def _recorded_plan(out: Path, plan: Plan, record: dict[str, Any]) -> Plan:
 def _workers(count: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
   """A pool of processes that end at once if anything goes wrong."""
   others = {*multiprocessing.active_children()}
+  spawn = multiprocessing.get_context("spawn")
   pool = concurrent.futures.ProcessPoolExecutor(
-    count, multiprocessing.get_context("spawn"), initializer=chunk_lib.start_worker
+    count, spawn, initializer=chunk_lib.start_worker, initargs=(spawn.Lock(),)
   )
   try:
     yield pool

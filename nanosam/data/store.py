@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from nanosam.data.tokenizer import Tokenizer
+from nanosam.data.tokenizer import Tokenizer, token_dtype
 from nanosam.errors import UserError
 
 FORMAT = 1
@@ -40,10 +40,6 @@ class Shard:
   bytes: int
   sha256: str
   documents_sha256: str
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-  return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 class StoreWriter:
@@ -100,14 +96,14 @@ class ShardWriter:
 
   def add(self, ids: Sequence[int] | np.ndarray, num_bytes: int) -> None:
     """Adds a document given as ids without bos and eos, and UTF-8 bytes."""
-    ids = np.asarray(ids, np.int64)
+    ids = np.asarray(ids)
     if len(ids) and not 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size:
       raise UserError(
         f"a document has token {ids.max()}, outside the vocabulary of "
         f"{self._tokenizer.vocab_size}; give the store the tokenizer that made the tokens"
       )
     bos, eos = self._frame
-    self._held += [bos, ids.astype(self._dtype), eos]
+    self._held += [bos, ids.astype(self._dtype, copy=False), eos]
     self._num_held += len(ids) + 2
     self._table.append((len(ids) + 2, num_bytes))
     if self._num_held >= _WRITE_TOKENS:
@@ -137,7 +133,7 @@ class ShardWriter:
     self._file.close()
 
   def _flush(self) -> None:
-    chunk = np.concatenate([*self._held, np.empty(0, self._dtype)]).tobytes()
+    chunk = np.concatenate([*self._held, np.empty(0, self._dtype)]).data
     self._digest.update(chunk)
     self._file.write(chunk)
     self._held.clear()

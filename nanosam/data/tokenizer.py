@@ -20,6 +20,11 @@ _MAX_LINE_BYTES = 1 << 16
 _PART_CHARS = 1 << 20
 
 
+def token_dtype(vocab_size: int) -> np.dtype:
+  """The smallest type for the ids of a vocabulary, as token stores have it."""
+  return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
 class Tokenizer:
   """A SentencePiece model that is known to have pad, bos and eos."""
 
@@ -59,12 +64,17 @@ class Tokenizer:
     return self.encode_array(text).tolist()
 
   def encode_array(self, text: str) -> np.ndarray:
-    """The same as int32."""
+    """The same in as few bytes as the vocabulary allows."""
     if len(text) <= _PART_CHARS:
-      return self._model.encode(text, return_type="numpy")
+      return self._encode(text)
     parts = _cut(text, _PART_CHARS)
-    joined = [next(parts), *(p.removeprefix(" ") if self._adds_a_space else p for p in parts)]
-    return np.concatenate([self._model.encode(p, return_type="numpy") for p in joined])
+    encoded = [self._encode(next(parts))]
+    for part in parts:
+      encoded.append(self._encode(part.removeprefix(" ") if self._adds_a_space else part))
+    return np.concatenate(encoded)
+
+  def _encode(self, text: str) -> np.ndarray:
+    return self._model.encode(text, return_type="numpy").astype(token_dtype(self.vocab_size))
 
   @functools.cached_property
   def _adds_a_space(self) -> bool:
