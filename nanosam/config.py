@@ -31,8 +31,8 @@ SIZES: dict[str, tuple[int, int, int]] = {
 }
 
 
-# A default that follows another key is an expression of its reference (`ref + ""`): the bare reference
-# would be the same cell, and setting either key would set both.
+# A default that follows another key is an expression of its reference (`ref + ""`): the bare
+# reference would be the same cell, and setting either key would set both.
 def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDict:
   """The reference's settings (Nanodo's where the paper is silent)."""
   c = ml_collections.ConfigDict()
@@ -135,14 +135,39 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   w.job_type = "train"
   w.tags = ""  # comma-separated
 
+  c.deterministic = False  # reproducible GPU kernels; CPUs and TPUs need nothing
   c.compilation_cache = ""  # "" = ~/.cache/nanosam/xla, "off" = none
   c.lock()
   return c
 
 
+PAPER_VOCABULARY = 32_101  # pieces of the reference's cc_all.32000.100extra
+
+
+def paper(size: str, method: str) -> ml_collections.ConfigDict:
+  """What all of the paper's runs share, with what each size needs to fit its devices."""
+  c = default(size=size, method=method)
+  c.data.source = "tokens:data/c4"
+  c.mesh.data, c.mesh.fsdp = 1, -1
+  if size == "1208M":
+    c.model.remat = True
+    if method in ("sam", "precond_sam"):
+      c.opt.rho_schedule = "warmup"  # the paper's remedy for their NaNs at this size
+  return c
+
+
+def parameter_counts(c: ml_collections.ConfigDict, vocab_size: int) -> dict[str, int]:
+  """Of the model of a config, without building it."""
+  m = c.model
+  layers = m.N * (4 * m.D**2 + 2 * m.D * m.F)
+  embeddings = (1 if m.tied else 2) * vocab_size * m.D + m.L * m.D
+  norms = (2 * m.N + 1) * m.D
+  return {"total": layers + embeddings + norms, "non_embedding": layers}
+
+
 # Keys that may differ between a run and its continuation: they do not change the result.
 FREE_KEYS = re.compile(
-  r"workdir|log_every_steps|checkpoint.*|max_to_keep|allow_changed_keys|compilation_cache|profile_steps|tensorboard|wandb\..*|mesh\..*|"
+  r"workdir|log_every_steps|checkpoint.*|max_to_keep|allow_changed_keys|compilation_cache|deterministic|profile_steps|tensorboard|wandb\..*|mesh\..*|"
   r"grad_accumulation_steps|model\.remat|data\.(workers|prefetch|cache_dir)"
 )
 

@@ -11,6 +11,9 @@ from nanosam.data.pipeline import default_cache_dir
 
 def set_up_jax(c: ml_collections.ConfigDict) -> None:
   logging.set_verbosity(logging.FATAL)  # our dependencies log failures that we report ourselves
+  if c.deterministic:  # read when the first device is touched
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
   if c.compilation_cache != "off":
     folder = c.compilation_cache or os.fspath(default_cache_dir() / "xla")
     jax.config.update("jax_compilation_cache_dir", folder)

@@ -1,10 +1,14 @@
 import json
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from nanosam import config as config_lib
 from nanosam.errors import UsageError
+from nanosam.model import Transformer
+from nanosam.step import model_config
 from nanosam.validate import check_devices, validate
 
 QUICKSTART = "configs/quickstart.py"
@@ -127,3 +131,28 @@ def test_device_divisibility_says_what_would_work():
   check_devices(c, 3)
   with pytest.raises(UsageError, match="multiple of 8"):
     check_devices(c, 8)
+
+
+@pytest.mark.parametrize("size", [s for s in config_lib.SIZES if s != "mini"])
+def test_chinchilla_lengths(size):
+  c = parse(file=f"configs/chinchilla.py:size={size}")
+  model = Transformer(model_config(c, config_lib.PAPER_VOCABULARY))
+  params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, c.model.L), jnp.int32))
+  total = sum(x.size for x in jax.tree.leaves(params))
+  assert c.opt.num_train_steps == round(20 * total / (256 * 512))
+  layers = parse(file=f"configs/chinchilla.py:size={size},count=non_embedding")
+  assert layers.opt.num_train_steps == round(20 * 12 * c.model.N * c.model.D**2 / (256 * 512))
+
+
+def test_paper_settings():
+  c = parse(file="configs/fixed_length.py:size=1208M,method=sam,activation=relu")
+  assert (c.batch_size, c.model.L, c.opt.num_train_steps) == (256, 512, 10_000)
+  assert (c.opt.peak_learning_rate, c.opt.weight_decay) == (1e-3, 0.1)
+  assert (c.opt.b1, c.opt.b2, c.opt.eps, c.opt.warmup_steps) == (0.9, 0.98, 1e-9, 1000)
+  assert (c.opt.rho_schedule, c.model.activation) == ("warmup", "relu")
+  assert c.opt.final_learning_rate == pytest.approx(1e-4)
+
+
+def test_single_gpu_splits_the_batch():
+  c = parse(file="configs/single_gpu.py:size=2M,micro=64,deterministic=True")
+  assert (c.batch_size, c.grad_accumulation_steps, c.deterministic) == (256, 4, True)
