@@ -7,7 +7,7 @@ def get_config(arg=None):
   args = config.arguments(arg, size="mini", method="adamw")
   c = config.default(**args)
   c.workdir = f"runs/quickstart-{args['method']}"
-  c.batch_size = 32
+  c.batch_size = 16
   c.model.L = 128
   c.model.dtype = "float32"  # CPUs have no fast bf16
   c.opt.num_train_steps = 600

@@ -1,5 +1,6 @@
 """The workdir's own record: config.json, and what may change when a run goes on."""
 
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -43,6 +44,22 @@ def create(workdir: str) -> pathlib.Path:
   except OSError as e:
     raise UsageError(f"cannot write to workdir {workdir}: {e.strerror or e}") from e
   return path
+
+
+def claim(workdir: pathlib.Path) -> None:
+  """Keeps the workdir for this process until it ends: two runs in one place would ruin each other.
+
+  For the one process of a run that writes.
+  """
+  lock = os.open(workdir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # open until the process ends
+  try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    raise UsageError(
+      f"another process is training in {workdir}: wait for it, end it, or use another workdir"
+    ) from None
+  except OSError:  # a file system without locks
+    pass
 
 
 def environment(**facts: Any) -> dict[str, Any]:

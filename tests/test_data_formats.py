@@ -2,13 +2,14 @@
 
 import gzip
 import json
-import struct
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tensorflow_datasets as tfds
+from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 
 from nanosam.data import formats, tfrecord
 from nanosam.data.formats import Document, Problem
@@ -17,10 +18,10 @@ from nanosam.errors import UsageError
 TEXTS = [f"Document {i}: café, 漢字 😀\nsecond line {'word ' * (i % 50)}" for i in range(300)]
 
 
-def read(path, text_field="text"):
+def read(path, text_field="text", piece_bytes=formats.PIECE_BYTES):
   """(documents by number, problems)"""
   items: list[Document | Problem] = []
-  for piece in formats.pieces(str(path), text_field):
+  for piece in formats.pieces(str(path), text_field, piece_bytes):
     items += [piece] if isinstance(piece, Problem) else formats.documents(piece, text_field)
   problems = [i for i in items if isinstance(i, Problem)]
   return {i.number: i.text for i in items if isinstance(i, Document)}, problems
@@ -48,9 +49,8 @@ def write(path: Path, texts) -> Path:
   "name",
   ["a.json", "a.jsonl.gz", "a.parquet", "a.tfrecord.gz", "c4-train.tfrecord-00001-of-00004"],
 )
-def test_every_format_gives_the_same_documents(tmp_path, monkeypatch, name, piece_bytes):
-  monkeypatch.setattr(formats, "PIECE_BYTES", piece_bytes)
-  documents, problems = read(write(tmp_path / name, TEXTS))
+def test_every_format_gives_the_same_documents(tmp_path, name, piece_bytes):
+  documents, problems = read(write(tmp_path / name, TEXTS), piece_bytes=piece_bytes)
   assert documents == dict(enumerate(TEXTS, 1))
   assert not problems
 
@@ -65,12 +65,11 @@ def test_a_text_file_is_one_document(tmp_path, name):
 
 def test_pieces_do_not_depend_on_buffering(tmp_path, monkeypatch):
   """They decide the shards, so that the same input must give the same pieces."""
-  monkeypatch.setattr(formats, "PIECE_BYTES", 5000)
   path = write(tmp_path / "a.json", TEXTS)
   found = []
   for size in (10, 999, 1 << 18):
     monkeypatch.setattr(formats, "_READ_BYTES", size)
-    found.append([(p.first, p.data) for p in formats.pieces(str(path), "text")])
+    found.append([(p.first, p.data) for p in formats.pieces(str(path), "text", 5000)])
   assert found[0] == found[1] == found[2]
   assert len(found[0]) > 3
   assert b"".join(data for _, data in found[0]) == path.read_bytes()
@@ -116,12 +115,11 @@ def test_bad_json_lines_are_named_and_the_rest_is_read(tmp_path, line, reason):
 
 def test_a_line_that_is_too_long(tmp_path, monkeypatch):
   monkeypatch.setattr(formats, "MAX_DOCUMENT_BYTES", 2000)
-  monkeypatch.setattr(formats, "PIECE_BYTES", 300)
   monkeypatch.setattr(formats, "_READ_BYTES", 100)
   path = tmp_path / "a.json"
   for length in (1900, 2100, 2500, 5000, 50_000):
     path.write_bytes(json_lines(["a", "b", "x" * length, "c", "d"]))
-    documents, problems = read(path)
+    documents, problems = read(path, piece_bytes=300)
     if length < 2000:
       assert list(documents) == [1, 2, 3, 4, 5]
     else:
@@ -162,8 +160,15 @@ def test_damaged_tfrecords(tmp_path):
   numbers = tfrecord.frame(b"\x0a\x0e\x0a\x0c\x0a\x04text\x12\x04\x1a\x02\x08\x05")
   path.write_bytes(
     b"".join(
-      [good[0], bytes(flipped), records(["x"], field="body"), tfrecord.frame(b"\xff" * 9), numbers]
-      + [good[2], good[3][:-9]]
+      (
+        good[0],
+        bytes(flipped),
+        records(["x"], field="body"),
+        tfrecord.frame(b"\xff" * 9),
+        numbers,
+        good[2],
+        good[3][:-9],
+      )
     )
   )
   documents, problems = read(path)
@@ -174,7 +179,7 @@ def test_damaged_tfrecords(tmp_path):
     (4, "not a tf.Example: a number without end"),
     (5, "no text in field 'text'; it has text"),
     (7, "cannot be read further: the file ends within a record"),
-  ] or problems[0].number == 7  # the reader's own problem may come first
+  ]
 
 
 def test_a_tfrecord_whose_length_is_damaged_ends_there(tmp_path):
@@ -219,7 +224,7 @@ def test_invalid_utf8_in_text(tmp_path):
   assert read(tmp_path / "a.txt")[1][0].reason == "invalid UTF-8 at byte 3 of the document"
 
 
-# ---- TFRecord --------------------------------------------------------------------------------------
+# ---- TFRecord ------------------------------------------------------------------------------------
 
 
 def test_crc32c_known_answers():  # RFC 3720, appendix B.4, and the customary check value
@@ -237,7 +242,6 @@ def test_crc32c_agrees_with_the_slow_way_at_every_length():
 
 
 def test_examples_are_those_of_tfds():
-  tfds = pytest.importorskip("tensorflow_datasets")
   features = tfds.features.FeaturesDict(
     {"text": tfds.features.Text(), "n": np.int64, "xs": tfds.features.Sequence(np.float32)}
   )
@@ -252,13 +256,8 @@ def test_examples_are_those_of_tfds():
 
 def test_frames_are_those_of_tensorboard(tmp_path):
   """Another reader of the format agrees with our writer."""
-  loader = pytest.importorskip("tensorboard.compat.tensorflow_stub.pywrap_tensorflow")
   (tmp_path / "x").write_bytes(records(TEXTS[:3]))
-  reader = loader.PyRecordReader_New(str(tmp_path / "x"))
+  reader = pywrap_tensorflow.PyRecordReader_New(str(tmp_path / "x"))
   for text in TEXTS[:3]:
     reader.GetNext()
     assert reader.record() == tfrecord.text_example("text", text.encode())
-
-
-def test_lengths_are_little_endian():
-  assert tfrecord.frame(b"abc")[:8] == struct.pack("<Q", 3)

@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from nanosam.data.pipeline import default_cache_dir, open_source
+from nanosam.data.batch import Batch, batch_hash, combine_hashes
+from nanosam.data.pipeline import default_cache_dir, merge_states, open_source
 from nanosam.data.store import StoreReader, StoreWriter
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.errors import UsageError, UserError
@@ -118,6 +119,24 @@ def test_restored_stream_continues_exactly(source):
     s.close()
 
 
+def test_resume_on_another_number_of_hosts(source):
+  whole = take(source, 12)
+  one = stream(source)
+  for _ in range(5):
+    next(one)
+  halves = [stream(source, rows=range(h, h + B // 2)) for h in (0, B // 2)]
+  for half in halves:
+    half.restore(merge_states([one.state()]))
+    next(half)
+  state = merge_states([half.state() for half in halves])
+  parts = [next(half).inputs_BxL for half in halves]
+  np.testing.assert_array_equal(np.concatenate(parts), whole[6].inputs_BxL)
+  one.restore(state)
+  assert_same([next(one)], whole[6:7])
+  for s in (one, *halves):
+    s.close()
+
+
 def test_restoring_other_data_is_refused(source):
   s = stream(source)
   with pytest.raises(UserError, match="made with data 0123"):
@@ -209,6 +228,34 @@ def test_documents_masked_from_each_other(source):
           assert weights[i] == 0
       borders += document - 1
   assert borders > 20
+
+
+def test_batch_hash_names_the_tokens(source):
+  a, b = take(source, 2)
+  assert batch_hash(a) == batch_hash(take(source, 1, prefetch=7)[0])
+  names = {batch_hash(a), batch_hash(b), batch_hash(take(source, 1, data_seed=1)[0])}
+  swapped = type(a)(*(x if x is None else x[::-1] for x in a))
+  assert len({*names, batch_hash(swapped)}) == 4
+  changed = a.inputs_BxL.copy()
+  changed[3, 5] ^= 1
+  assert batch_hash(a._replace(inputs_BxL=changed)) not in names
+  assert all(len(name) == 16 for name in names)
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4, 8])
+def test_hashes_of_the_hosts_combine(source, hosts):
+  whole = batch_hash(take(source, 1)[0])
+  n = B // hosts
+  starts = range(0, B, n)
+  parts = [batch_hash(take(source, 1, rows=range(h, h + n))[0], first_row=h) for h in starts]
+  assert combine_hashes(parts) == combine_hashes(reversed(parts)) == whole
+
+
+def test_batch_hash_is_the_same_everywhere():
+  """It is compared between runs, so that it must never change."""
+  tokens = np.arange(6, dtype=np.int32).reshape(2, 3)
+  batch = Batch(tokens, tokens + 1, np.ones((2, 3), np.float32), None)
+  assert batch_hash(batch) == "27c2df27d80710bc"
 
 
 def test_rows_outside_the_batch_are_a_mistake(source):

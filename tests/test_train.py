@@ -1,16 +1,18 @@
 """The training command from end to end: what a run leaves behind, and how it goes on."""
 
+import contextlib
 import json
 import pathlib
 import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
 import pytest
-from training import ROOT, assert_same_run, losses, state, steps
+from training import CONFIG, ROOT, assert_same_run, losses, state, steps
 
 from nanosam import config as config_lib
 from nanosam.writers import read_metrics
@@ -177,6 +179,39 @@ def test_ctrl_c_on_a_terminal_reaches_the_data_workers_too(commands, whole, tmp_
   assert_same_run(workdir, whole)
 
 
+@pytest.mark.full
+@pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="looks into /proc")
+def test_the_data_workers_of_a_killed_run_end(commands, tmp_path):
+  words = [f"--config={CONFIG}", f"--config.workdir={tmp_path}/run", "--config.data.workers=1"]
+  process = commands.start("train", *words, fault="SIGKILL@step:6")
+  process.communicate(timeout=240)
+  assert process.returncode == -signal.SIGKILL
+  deadline = time.monotonic() + 20
+  while left := members(process.pid):
+    assert time.monotonic() < deadline, left
+    time.sleep(0.2)
+
+
+def members(group: int) -> list[str]:
+  """Living processes of a process group."""
+  found = []
+  for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+    with contextlib.suppress(OSError):
+      name, _, rest = stat.read_text().rpartition(") ")
+      state_, _, pgrp = rest.split()[:3]
+      if int(pgrp) == group and state_ != "Z":
+        found.append(name)
+  return found
+
+
+@pytest.mark.full
+def test_soak(cache):
+  words = [sys.executable, "scripts/soak.py", "--kills=4", "--seed=1"]
+  soak = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+  assert soak.returncode == 0, soak.stdout + soak.stderr
+  assert "identical" in soak.stdout
+
+
 def test_changed_keys(commands, at_12):
   outcome = commands.train(at_12, seed=7, opt__peak_learning_rate=0.02)
   assert outcome.code == 2
@@ -192,8 +227,11 @@ def test_changed_keys(commands, at_12):
 
 
 def test_keys_that_do_not_change_the_result_may_change(commands, whole, at_12):
-  outcome = commands.train(at_12, checkpoint_every_steps=3, max_to_keep=1, tensorboard=False)
+  outcome = commands.train(
+    at_12, checkpoint_every_steps=3, max_to_keep=1, tensorboard=False, profile_steps="14-15"
+  )
   assert outcome.code == 0, outcome.err
+  assert list(at_12.glob("profile/plugins/profile/*/*.trace.json.gz"))
   assert_same_run(at_12, whole)
 
 

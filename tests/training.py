@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -74,7 +75,9 @@ def steps(workdir: pathlib.Path) -> list[int]:
 def state(workdir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
   """Every array of a checkpoint."""
   path = workdir / "checkpoints" / str(step) / "state"
-  tree = ocp.PyTreeCheckpointer().restore(path)
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # orbax: that the shardings come from the checkpoint
+    tree = ocp.PyTreeCheckpointer().restore(path)
   return dict(_leaves(tree))
 
 

@@ -78,7 +78,8 @@ class _Cutter:
 
   def cut_file(self, path: str, rules: Rules) -> Iterator[Cut]:
     read = 0
-    for item in formats.pieces(path, rules.text_field):
+    piece_bytes = min(formats.PIECE_BYTES, self._shard_bytes)
+    for item in formats.pieces(path, rules.text_field, piece_bytes):
       if isinstance(item, formats.Problem):
         Problems(rules.on_error).add(item)  # raises unless problems are to be skipped
         self._problems.append(item)

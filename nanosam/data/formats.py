@@ -69,17 +69,20 @@ def kind_of(path: str) -> str:
   )
 
 
-def pieces(path: str, text_field: str) -> Iterator[Piece | Problem]:
-  """Cuts a file into pieces of about PIECE_BYTES; a Problem may end it early."""
+def pieces(path: str, text_field: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece | Problem]:
+  """Cuts a file into pieces of about `piece_bytes`; a Problem may end it early."""
   kind = kind_of(path)
   try:
     with epath.Path(path).open("rb") as stored:
       if kind == "parquet":
-        yield from _parquet_pieces(path, stored, text_field)
+        yield from _parquet_pieces(path, _Frames(path, stored, piece_bytes), stored, text_field)
         return
       file: Any = gzip.GzipFile(fileobj=stored) if path.endswith(".gz") else stored
-      cut = {"json": _line_pieces, "text": _whole_file, "tfrecord": _record_pieces}[kind]
-      yield from cut(path, file, stored)
+      if kind == "json":
+        yield from _line_pieces(path, file, stored, piece_bytes)
+      else:
+        cut = _whole_file if kind == "text" else _record_pieces
+        yield from cut(path, file, _Frames(path, stored, piece_bytes))
   except OSError as e:  # opening; what goes wrong later is caught where the line is known
     yield Problem(path, 0, f"cannot be read: {e.strerror or e}")
 
@@ -125,8 +128,10 @@ def _blocks(file: IO[bytes]) -> Iterator[bytes | _Bad]:
     yield block
 
 
-def _line_pieces(path: str, file: IO[bytes], stored: IO[bytes]) -> Iterator[Piece | Problem]:
-  """A piece ends with the line that brings it to PIECE_BYTES."""
+def _line_pieces(
+  path: str, file: IO[bytes], stored: IO[bytes], piece_bytes: int
+) -> Iterator[Piece | Problem]:
+  """A piece ends with the line that brings it to `piece_bytes`."""
   first, held, skipping = 1, bytearray(), False
 
   def cut(end: int) -> Iterator[Piece]:
@@ -150,10 +155,10 @@ def _line_pieces(path: str, file: IO[bytes], stored: IO[bytes]) -> Iterator[Piec
       block, skipping, first = block[end:], False, first + 1
     searched = len(held)
     held += block
-    while (end := held.find(b"\n", max(PIECE_BYTES - 1, searched)) + 1) > 0:
+    while (end := held.find(b"\n", max(piece_bytes - 1, searched)) + 1) > 0:
       yield from cut(end)
       searched = 0
-    if len(held) > MAX_DOCUMENT_BYTES + PIECE_BYTES:  # a line without end
+    if len(held) > MAX_DOCUMENT_BYTES + piece_bytes:  # a line without end
       yield from cut(held.rfind(b"\n") + 1)
       yield Problem(path, first, _TOO_LONG)
       skipping = True
@@ -197,8 +202,8 @@ def _text_of(value: Any, text_field: str, fields: Iterable[str]) -> str | _Bad:
 class _Frames:
   """Collects records into pieces; each is stored behind its length."""
 
-  def __init__(self, path: str, stored: IO[bytes]):
-    self._path, self._stored = path, stored
+  def __init__(self, path: str, stored: IO[bytes], piece_bytes: int):
+    self._path, self._stored, self._piece_bytes = path, stored, piece_bytes
     self._held = bytearray()
     self._first = 1
     self.number = 0  # of the last record
@@ -206,7 +211,7 @@ class _Frames:
   def add(self, record: bytes | None) -> Iterator[Piece]:
     self.number += 1
     self._held += _FRAME.pack(_NULL if record is None else len(record)) + (record or b"")
-    if len(self._held) >= PIECE_BYTES:
+    if len(self._held) >= self._piece_bytes:
       yield from self.flush()
 
   def skip(self) -> Iterator[Piece]:
@@ -245,7 +250,7 @@ def _framed_texts(piece: Piece, text_field: str) -> Iterator[tuple[int, str | _B
       yield number, _Bad(f"invalid UTF-8 at byte {e.start} of the document")
 
 
-def _whole_file(path: str, file: IO[bytes], stored: IO[bytes]) -> Iterator[Piece | Problem]:
+def _whole_file(path: str, file: IO[bytes], frames: _Frames) -> Iterator[Piece | Problem]:
   """A text file is one document."""
   held = bytearray()
   for block in _blocks(file):
@@ -256,16 +261,16 @@ def _whole_file(path: str, file: IO[bytes], stored: IO[bytes]) -> Iterator[Piece
     if len(held) > MAX_DOCUMENT_BYTES:
       yield Problem(path, 1, f"{_TOO_LONG}, or write one JSON object a line")
       return
-  frames = _Frames(path, stored)
   yield from frames.add(bytes(held))
   yield from frames.flush()
 
 
-def _parquet_pieces(path: str, stored: IO[bytes], text_field: str) -> Iterator[Piece | Problem]:
+def _parquet_pieces(
+  path: str, frames: _Frames, stored: IO[bytes], text_field: str
+) -> Iterator[Piece | Problem]:
   import pyarrow
   from pyarrow import parquet
 
-  frames = _Frames(path, stored)
   try:
     # Without pre_buffer a row group is read page by page: some are larger than memory.
     file = parquet.ParquetFile(stored, pre_buffer=False, buffer_size=PIECE_BYTES)
@@ -298,8 +303,7 @@ def _parquet_values(file: Any, text_field: str, index: int) -> Iterator[bytes | 
         yield value.as_py()
 
 
-def _record_pieces(path: str, file: IO[bytes], stored: IO[bytes]) -> Iterator[Piece | Problem]:
-  frames = _Frames(path, stored)
+def _record_pieces(path: str, file: IO[bytes], frames: _Frames) -> Iterator[Piece | Problem]:
   try:
     for data, crc in tfrecord.frames(file, MAX_DOCUMENT_BYTES):
       if data is None:

@@ -67,6 +67,7 @@ def make_plan(a: argparse.Namespace) -> Plan:
     "text_field": a.text_field,
     "validation_fraction": a.validation_fraction,
     "shard_bytes": a.shard_bytes,
+    "on_error": a.on_error,
   }
   return Plan(arguments, inputs, _grouped(inputs, shard_bytes), shard_bytes)
 
@@ -102,7 +103,9 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
   """What differs between two plans in JSON form, but for the state of the files."""
   if old.get("format") != FORMAT:
     return [f"format: {old.get('format')} -> {FORMAT}"]
-  a, b = old["arguments"], new["arguments"]
+  a, b = dict(old["arguments"]), new["arguments"]
+  if b["on_error"] == "skip":
+    a["on_error"] = "skip"  # What was made under `fail` had nothing to skip.
   found = [f"{key}: {a.get(key)} -> {b[key]}" for key in b if a.get(key) != b[key]]
   before, after = ({(i["path"], i["split"]) for i in plan["inputs"]} for plan in (old, new))
   for names, files in (("without", before - after), ("now with", after - before)):

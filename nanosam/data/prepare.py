@@ -67,8 +67,14 @@ def prepare(a: argparse.Namespace) -> dict[str, Any]:
     else:
       plan = _recorded_plan(out, plan, record)
       rules = Rules(a.text_field, a.validation_fraction, a.on_error)
-      _work(out, plan, rules, _vocabulary(out, plan, rules, a), a.workers)
-      record = finish(out, out / _UNFINISHED, len(plan.groups))
+      try:
+        _work(out, plan, rules, _vocabulary(out, plan, rules, a), a.workers)
+        record = finish(out, out / _UNFINISHED, len(plan.groups))
+      except OSError as e:
+        raise UserError(
+          f"cannot write to {out}: {e.strerror or e}; free some space or mend what it says, then "
+          "run the same command to go on"
+        ) from e
       print(f"prepared {out} in {time.monotonic() - started:.1f} s")
   print(describe(out, record["summary"]))
   return record["summary"]
@@ -133,6 +139,8 @@ def _alone(out: Path) -> Iterator[None]:
       fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
       raise UserError(f"another process is preparing {out}; wait for it or end it") from e
+    except OSError:
+      pass  # a file system without locks
     yield
   finally:
     os.close(handle)
@@ -153,6 +161,9 @@ def _begin_or_resume(out: Path, plan: Plan) -> dict[str, Any]:
       f"{out} was begun with other arguments ({'; '.join(found)}); repeat those, choose another "
       "--output, or delete it"
     )
+  if record["arguments"] != new["arguments"]:
+    record["arguments"] = new["arguments"]
+    write_json(out / PLAN, record)
   return record
 
 
