@@ -1,5 +1,8 @@
 """Base optimizers, schedules, and the step that joins them with a method."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,6 +258,23 @@ def test_flops_of_a_step_are_the_books(tiny_config):
   assert flops.count(make_trainer(c).trace().jaxpr) == (6 * b + 5 * u) * tokens
   c.head.residual = "recompute"
   assert flops.count(make_trainer(c).trace().jaxpr) == 2 * adamw
+
+
+@pytest.mark.parametrize("method", ["adamw", "sam", "precond_func_sam"])
+def test_no_buffer_of_all_logits_in_the_compiled_step(tiny_config, method):
+  c = tiny_config
+  c.opt.method, c.head.residual, vocabulary = method, "recompute", 1009
+  mesh = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
+
+  def largest(chunk):
+    c.head.chunk = chunk
+    text = Trainer(c, vocabulary, mesh).trace().lower().compile().as_text()
+    shapes = re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", text)
+    return max(math.prod(map(int, s.split(","))) for s in shapes)
+
+  all_logits = c.batch_size * c.model.L * vocabulary
+  assert largest(0) >= all_logits  # the check sees one where there is one
+  assert largest(4) < all_logits
 
 
 def bad_params(value):
