@@ -131,10 +131,10 @@ class Checkpoints:
       restored = self._manager.restore(step, args=args)
       _check(restored["state"], target, _unseal(restored["run"])[1])
     except Exception as e:
-      others = [s for s in self.steps() if s != step]
+      others = ", ".join(str(s) for s in self.steps() if s != step)
       raise UserError(
         f"checkpoint {step} in {self._folder} cannot be read ({_reason(e)}); "
-        f"there {'are also' if others else 'is no other'} {', '.join(map(str, others))}"
+        + (f"there are also {others}" if others else "there is no other")
       ) from e
     return restored["state"]["params"]
 

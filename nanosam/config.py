@@ -102,13 +102,16 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   g.spike = 6.0  # warn when the loss rises by so many standard deviations; 0 = never
 
   c.data = d = ml_collections.ConfigDict()
-  d.source = "embedded"  # embedded | tokens:DIR
+  d.source = "embedded"  # embedded | tokens:DIR (prepared) | tfds:NAME or tfds:DIR (on the fly)
   d.vocab_size = 4096  # of the tokenizer trained for the embedded corpus
+  d.data_dir = ""  # where tfds:NAME lies
+  d.tokenizer = ""  # SentencePiece model for tfds:...; "" = the one beside the data
+  d.text_field = "text"  # of tfds:... records
   d.repeat = False  # start another epoch when the data ends, instead of failing
   d.mask_documents = False  # neither attend nor predict across document borders
   d.workers = 0  # processes that read ahead; 0 = threads in this one
   d.prefetch = 4  # batches read ahead
-  d.cache_dir = ""  # of the embedded corpus; "" = ~/.cache/nanosam
+  d.cache_dir = ""  # embedded corpus and copies of remote data; "" = ~/.cache/nanosam
 
   c.mesh = ml_collections.ConfigDict()
   c.mesh.data = 1  # copies of the model; -1 = the rest of the devices
@@ -168,7 +171,7 @@ def parameter_counts(c: ml_collections.ConfigDict, vocab_size: int) -> dict[str,
 # Keys that may differ between a run and its continuation: they do not change the result.
 FREE_KEYS = re.compile(
   r"workdir|log_every_steps|checkpoint.*|max_to_keep|allow_changed_keys|compilation_cache|deterministic|profile_steps|tensorboard|wandb\..*|mesh\..*|"
-  r"grad_accumulation_steps|model\.remat|data\.(workers|prefetch|cache_dir)"
+  r"grad_accumulation_steps|model\.remat|data\.(workers|prefetch|cache_dir|data_dir)"
 )
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from nanosam import errors, head, sharding
 from nanosam.data.batch import Batch, EvalSet
-from nanosam.data.pipeline import open_source
+from nanosam.data.pipeline import source_of
 from nanosam.errors import UsageError
 from nanosam.model import Params, unembedding
 from nanosam.optim.passes import Net
@@ -131,7 +131,7 @@ def parser() -> Arguments:
 def _eval_set(run: Loaded, name: str) -> EvalSet:
   """As many rows of the source's validation split as the run evaluates on."""
   c = run.config
-  source = open_source(name, vocab_size=c.data.vocab_size, cache_dir=c.data.cache_dir)
+  source = source_of(c.data, name)
   theirs, ours = source.tokenizer.sha256, run.source.tokenizer.sha256
   if theirs != ours:
     raise UsageError(

@@ -11,7 +11,7 @@ from nanosam import config as config_lib
 from nanosam import runtime, sharding
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import FOLDER, Checkpoints
-from nanosam.data.pipeline import Source, open_source
+from nanosam.data.pipeline import Source, source_of
 from nanosam.errors import UsageError, UserError
 from nanosam.model import Params
 from nanosam.optim.passes import Net
@@ -36,7 +36,7 @@ def load_run(workdir: str | pathlib.Path, step: str = "latest") -> Loaded:
   runtime.set_up_jax(c)
   checkpoints = _open_checkpoints(workdir)
   number = _choose(checkpoints, workdir, step)
-  source = open_source(c.data.source, vocab_size=c.data.vocab_size, cache_dir=c.data.cache_dir)
+  source = source_of(c.data)
   if source.fingerprint != environment.get("data"):
     raise UserError(
       f"{workdir} was trained on data {environment.get('data')}, but {c.data.source} is now "

@@ -15,8 +15,8 @@ from nanosam import config as config_lib
 from nanosam import errors, flops, runtime, sharding, watch
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import Checkpoints
-from nanosam.data.batch import Batch
-from nanosam.data.pipeline import Source, open_source
+from nanosam.data.batch import Batch, batch_hash
+from nanosam.data.pipeline import Source, source_of
 from nanosam.evaluate import Evaluator
 from nanosam.metrics import Cost, Meter
 from nanosam.model import non_embedding_count
@@ -41,7 +41,7 @@ def train(c: ml_collections.ConfigDict, stop: StopRequest) -> None:
   runtime.set_up_jax(c)
   mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp)
   check_devices(c, sharding.shards(mesh))
-  source = open_source(c.data.source, vocab_size=c.data.vocab_size, cache_dir=c.data.cache_dir)
+  source = source_of(c.data)
   source.check_length(
     L=c.model.L, batch_size=c.batch_size, steps=c.opt.num_train_steps, repeat=c.data.repeat
   )
@@ -198,9 +198,14 @@ class Run:
       self.say(f"warning: step {step}: {spike}")
     self.meter.step(int(metrics.pop("tokens")), self.flops[bool(metrics["opt/rho"] > 0)])
     if step % self.c.log_every_steps == 0 or step in (1, self.c.opt.num_train_steps):
-      values = {**metrics, **self.meter.read(), "epoch": self.stream.epoch()}
+      values = {**metrics, **self.meter.read(), **self.data_metrics(pending.batch)}
       self.writers.write(step, values)
       self.progress.update(step, loss=loss, tokens_per_sec=values["perf/tokens_per_sec"])
+
+  def data_metrics(self, batch: Batch) -> dict[str, Any]:
+    """How far the data has got, and a hash that proves which tokens a step saw."""
+    first_row = sharding.local_rows(self.mesh, self.c.batch_size).start
+    return {"data/epoch": self.stream.epoch(), "data/batch_hash": batch_hash(batch, first_row)}
 
   def bad_step(self, pending: Pending, metrics: dict[str, Any]) -> errors.UserError:
     self.writers.write(pending.step, metrics)

@@ -106,7 +106,7 @@ def kill(
 ) -> None:
   counts: collections.Counter[str] = collections.Counter()
   for number in range(1, kills + 1):
-    process = start(command, workdir)
+    begin, process = time.time(), start(command, workdir)
     moment = rng.choice(["while saving", "while saving", "before a step", "at any time"])
     if moment == "before a step":
       wait_for_step(process, workdir, at_most=rng.uniform(0, 5))
@@ -120,9 +120,9 @@ def kill(
       sys.exit(f"the run ended after {number - 1} kills: raise --config.opt.num_train_steps")
     if process.returncode > 0:
       fail(process, workdir)
-    unfinished = [path.name for path in workdir.glob("checkpoints/*tmp*")]
-    counts["that left a half-written checkpoint" if unfinished else "others"] += 1
-    print(f"kill {number:3d} {moment:14s} checkpoints {steps(workdir)} {unfinished}", flush=True)
+    half = half_written(workdir, begin)
+    counts["that left a half-written checkpoint" if half else "others"] += 1
+    print(f"kill {number:3d} {moment:14s} checkpoints {steps(workdir)} {[*half]}", flush=True)
   print(f"{kills} kills: {dict(counts)}; now to the end ...", flush=True)
 
 
@@ -142,14 +142,21 @@ def wait_for_step(process: Process, workdir: pathlib.Path, at_most: float = 1e9)
 
 def wait_for_saving(process: Process, workdir: pathlib.Path, rng: random.Random) -> None:
   """Until this process writes a checkpoint, for some time between its first and last byte."""
-  begin, saves, wanted = time.time(), set(), rng.randint(1, 3)
+  begin, saves, wanted = time.time(), set[str](), rng.randint(1, 3)
   while process.poll() is None and len(saves) < wanted:
-    for path in workdir.glob("checkpoints/*tmp*"):
-      with contextlib.suppress(FileNotFoundError):  # finished in this moment
-        if path.stat().st_mtime > begin:
-          saves.add(path.name)
+    saves |= half_written(workdir, begin)
     time.sleep(0.001)
   time.sleep(rng.uniform(0, 0.05))
+
+
+def half_written(workdir: pathlib.Path, since: float) -> set[str]:
+  """Unfinished checkpoints, without those that an earlier process left."""
+  found = set()
+  for path in workdir.glob("checkpoints/*tmp*"):
+    with contextlib.suppress(FileNotFoundError):  # finished in this moment
+      if path.stat().st_mtime > since:
+        found.add(path.name)
+  return found
 
 
 def steps(workdir: pathlib.Path) -> list[int]:

@@ -255,6 +255,13 @@ def test_a_file_that_was_mended_is_read_again(inputs, prepared, tmp_path):
   assert contents(tmp_path / "x") == contents(prepared[0])
 
 
+def test_killed_while_writing_the_plan(inputs, prepared, tmp_path):
+  (tmp_path / "x/unfinished").mkdir(parents=True)
+  (tmp_path / "x/prepare.json.partial").write_text("{")
+  run(*arguments(inputs, tmp_path / "x"))
+  assert contents(tmp_path / "x") == contents(prepared[0])
+
+
 def test_two_at_once_are_refused(inputs, tmp_path):
   handle = os.open(tmp_path, os.O_RDONLY)
   fcntl.flock(handle, fcntl.LOCK_EX)

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import warnings
@@ -57,7 +58,11 @@ class Commands:
 
   def __call__(self, module: str, *words: str, devices: int = 1, fault: str = "") -> Outcome:
     process = self.start(module, *words, devices=devices, fault=fault)
-    out, err = process.communicate(timeout=240)
+    try:
+      out, err = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+      os.killpg(process.pid, signal.SIGKILL)
+      raise
     return Outcome(process.returncode, out, err)
 
   def train(

@@ -104,8 +104,8 @@ def process(chunk: Chunk, rules: Rules, tokenizer_path: str) -> dict[str, Any]:
     return _process(chunk, rules, _tokenizer(tokenizer_path))
   except OSError as e:
     raise UserError(
-      f"cannot write to {chunk.directory}: {e.strerror or e}; free some space or mend what it says, "
-      "then run the same command to go on"
+      f"cannot write to {chunk.directory}: {e.strerror or e}; free some space or mend what it says,"
+      " then run the same command to go on"
     ) from e
 
 

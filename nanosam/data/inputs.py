@@ -10,6 +10,7 @@ from typing import Any
 from etils import epath
 
 from nanosam.data import formats
+from nanosam.data.remote import reaching
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.errors import UsageError
 
@@ -77,7 +78,8 @@ def expand(pattern: str) -> list[str]:
   if "://" in pattern:
     scheme, _, rest = pattern.partition("://")
     bucket, _, tail = rest.partition("/")
-    found = [os.fspath(p) for p in epath.Path(f"{scheme}://{bucket}").glob(tail)]
+    with reaching(pattern):
+      found = [os.fspath(p) for p in epath.Path(f"{scheme}://{bucket}").glob(tail)]
   else:
     found = [os.path.abspath(p) for p in glob.glob(os.path.expanduser(pattern), recursive=True)]
     found = [p for p in found if os.path.isfile(p)]

@@ -111,6 +111,18 @@ def open_source(
   )
 
 
+def source_of(data: Any, source: str = "") -> Source:
+  """Opens the source of a config's `data` section, or another one with its other settings."""
+  return open_source(
+    source or data.source,
+    vocab_size=data.vocab_size,
+    cache_dir=data.cache_dir,
+    data_dir=data.data_dir,
+    tokenizer=data.tokenizer,
+    text_field=data.text_field,
+  )
+
+
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   """One state of all hosts' streams, saved once and restored by each of them."""
   merged = dict(states[0])

@@ -150,7 +150,8 @@ def _begin_or_resume(out: Path, plan: Plan) -> dict[str, Any]:
   """What prepare.json holds; refuses a directory that was begun in another way."""
   new = plan.to_json()
   if not (out / PLAN).exists():
-    if any(p.name != _UNFINISHED for p in out.iterdir()):
+    ours = (_UNFINISHED, f"{PLAN}.partial")  # left by a run that was killed right here
+    if any(p.name not in ours for p in out.iterdir()):
       raise UsageError(f"{out} is not empty and not of this command's making; choose another")
     (out / _UNFINISHED).mkdir(exist_ok=True)
     write_json(out / PLAN, new)

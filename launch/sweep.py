@@ -1,0 +1,213 @@
+"""Runs a sweep: skips what is finished, resumes what is not, starts the rest.
+
+python launch/sweep.py --sweep=FILE.py[:arg] --out=DIR [--backend=local] [--jobs=1] [--dry_run]
+
+FILE.py is described in nanosam/sweep.py. Each run has its workdir OUT/ID, where ID is a readable
+name with a hash of all settings that matter: the same run has the same place in every sweep. Its
+output goes to OUT/ID/train.log. One run at a time has all devices; `--jobs=4` trains four at a
+time, and with CUDA_VISIBLE_DEVICES=0,1,2,3 gives each its share of them.
+
+ctrl-C (or SIGTERM) is passed on: the runs save and stop, and the same command goes on from there.
+Exit 0: all finished. 75: interrupted. 1: some run failed or diverged; the others were still made.
+"""
+
+import argparse
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from nanosam import errors, runs, sweep
+from nanosam.errors import Interrupted, UsageError, UserError
+from nanosam.sweep import Planned
+
+LOG_FILE = "train.log"
+# Outcomes of one sweep over a run, beside a run's own states.
+SKIPPED, FAILED, INTERRUPTED, WAITING = "finished before", "failed", "interrupted", "not started"
+
+Say = Callable[[str], None]
+
+
+class Local:
+  """Trains in processes of this machine, `jobs` at a time."""
+
+  def __init__(self, jobs: int, say: Say):
+    self._jobs, self._say = jobs, say
+    self._active: dict[int, tuple[Planned, subprocess.Popen[bytes], float]] = {}  # by slot
+    self._signals: list[int] = []  # received
+    self._passed = 0  # how many of them the runs have been sent
+
+  def __call__(self, todo: Sequence[Planned]) -> dict[str, str]:
+    """Trains every run; what became of each, by id."""
+    outcomes = {run.id: WAITING for run in todo}
+    waiting = list(todo)
+    previous = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+      while self._active or (waiting and not self._signals):
+        for slot in range(self._jobs):
+          if slot not in self._active and waiting and not self._signals:
+            self._start(slot, waiting.pop(0), f"{len(todo) - len(waiting)}/{len(todo)}")
+        time.sleep(0.05)
+        self._pass_on()
+        outcomes |= self._collect()
+    finally:
+      for s, handler in previous.items():
+        signal.signal(s, handler)
+    return outcomes
+
+  def _start(self, slot: int, run: Planned, number: str) -> None:
+    run.workdir.mkdir(parents=True, exist_ok=True)
+    with open(run.workdir / LOG_FILE, "ab") as log:
+      process = subprocess.Popen(
+        run.command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env={**os.environ, **share_of_devices(slot, self._jobs, os.environ)},
+        start_new_session=True,  # a terminal's ctrl-C reaches it through us alone, and once
+      )
+    self._say(f"[{number}] {run.id}: started")
+    self._active[slot] = run, process, time.monotonic()
+
+  def _collect(self) -> dict[str, str]:
+    outcomes = {}
+    for slot, (run, process, since) in list(self._active.items()):
+      if process.poll() is None:
+        continue
+      del self._active[slot]
+      outcome = outcome_of(run, process.returncode, stopped=bool(self._signals))
+      outcomes[run.id] = outcome
+      seconds = time.monotonic() - since
+      self._say(f"{run.id}: {outcome} after {seconds:.0f} s{_why(run, outcome)}")
+    return outcomes
+
+  def _note(self, number: int, _: Any) -> None:
+    self._signals.append(number)  # and no more: a run may be just about to start
+
+  def _pass_on(self) -> None:
+    for number in self._signals[self._passed :]:
+      if not self._passed:
+        self._say("stopping: the runs under way save first; ctrl-C again leaves at once")
+      self._passed += 1
+      for _, process, _ in self._active.values():
+        process.send_signal(number)
+
+
+def share_of_devices(slot: int, jobs: int, environment: Any) -> dict[str, str]:
+  devices = [d for d in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+  if jobs == 1 or not devices:
+    return {}
+  if len(devices) < jobs:
+    raise UsageError(f"--jobs={jobs} needs as many of CUDA_VISIBLE_DEVICES={','.join(devices)}")
+  return {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot::jobs])}
+
+
+def outcome_of(run: Planned, code: int, stopped: bool) -> str:
+  stored = run.stored()
+  if code == 0 and stored and stored.state == runs.FINISHED:
+    return runs.FINISHED
+  if stopped or code == Interrupted.exit_code:
+    return INTERRUPTED
+  return runs.DIVERGED if stored and stored.state == runs.DIVERGED else FAILED
+
+
+def _why(run: Planned, outcome: str) -> str:
+  if outcome == runs.FINISHED:
+    return ""
+  lines = (run.workdir / LOG_FILE).read_text(errors="replace").strip().splitlines()
+  reason = next(
+    (x for x in reversed(lines) if x.startswith("nanosam: ")), lines[-1] if lines else ""
+  )
+  return f": {reason.removeprefix('nanosam: ')} ({run.workdir / LOG_FILE})"
+
+
+# A backend takes the runs to make and says what became of each; Slurm and TPU pods go here.
+BACKENDS: dict[str, Callable[[int, Say], Callable[[Sequence[Planned]], dict[str, str]]]] = {
+  "local": Local,
+}
+
+
+def state(run: Planned) -> str:
+  stored = run.stored()
+  if stored is None:
+    return WAITING
+  return stored.state if stored.state == runs.FINISHED else f"{stored.state} at step {stored.step}"
+
+
+def execute(planned: Sequence[Planned], backend: str, jobs: int, say: Say) -> dict[str, str]:
+  """Makes every run that is not finished; what became of each, by id."""
+  todo = [run for run in planned if state(run) != runs.FINISHED]
+  outcomes = {run.id: SKIPPED for run in planned}
+  if todo:
+    say(f"{len(planned)} runs, {len(planned) - len(todo)} finished before")
+    outcomes |= BACKENDS[backend](jobs, say)(todo)
+  return outcomes
+
+
+def check_outcomes(outcomes: dict[str, str], how_to_go_on: str) -> None:
+  """Raises what the sweep's exit code should be."""
+  values = list(outcomes.values())
+  if INTERRUPTED in values or WAITING in values:
+    done = sum(v in (runs.FINISHED, SKIPPED) for v in values)
+    raise Interrupted(
+      f"stopped with {done} of {len(values)} runs finished; go on with: {how_to_go_on}"
+    )
+  if bad := [name for name, v in outcomes.items() if v not in (runs.FINISHED, SKIPPED)]:
+    raise UserError(
+      f"{len(bad)} of {len(values)} runs are not finished ({', '.join(bad[:3])}"
+      f"{', ...' if len(bad) > 3 else ''}); see their {LOG_FILE}; to try them again: {how_to_go_on}"
+    )
+
+
+def table(planned: Sequence[Planned], outcomes: dict[str, str]) -> str:
+  width = max((len(run.id) for run in planned), default=0)
+  lines = []
+  for run in planned:
+    stored = run.stored()
+    loss = f"{stored.evals[-1]['eval/loss']:.4f}" if stored and stored.evals else ""
+    lines.append(f"{run.id:<{width}}  {loss:>8}  {outcomes[run.id]}")
+  return "\n".join(lines)
+
+
+def print_plan(planned: Sequence[Planned]) -> None:
+  for run in planned:
+    print(f"# {run.id}  {run.tokens:.3g} tokens  {state(run)}\n{shlex.join(run.command)}")
+  print(f"# {len(planned)} runs, {sum(run.tokens for run in planned):.3g} tokens")
+
+
+class Arguments(argparse.ArgumentParser):
+  def error(self, message: str) -> NoReturn:
+    raise UsageError(f"{message}; {self.prog} --help shows what there is")
+
+
+def add_backend_arguments(p: argparse.ArgumentParser) -> None:
+  p.add_argument("--backend", default="local", choices=BACKENDS)
+  p.add_argument("--jobs", type=int, default=1, help="runs at a time")
+  p.add_argument("--dry_run", action="store_true", help="say what would be run")
+
+
+def main(argv: list[str]) -> None:
+  p = Arguments("launch/sweep.py", description=__doc__, allow_abbrev=False)
+  p.formatter_class = argparse.RawDescriptionHelpFormatter
+  p.add_argument("--sweep", required=True, help="FILE.py[:arg]")
+  p.add_argument("--out", required=True, type=pathlib.Path, help="folder of the workdirs")
+  add_backend_arguments(p)
+  args = p.parse_args(argv[1:])
+  if args.jobs < 1:
+    raise UsageError(f"--jobs={args.jobs} must be at least 1")
+  planned = sweep.plan(sweep.load(args.sweep), args.out)
+  if not planned:
+    raise UsageError(f"{args.sweep} has no runs")
+  if args.dry_run:
+    return print_plan(planned)
+  outcomes = execute(planned, args.backend, args.jobs, say=lambda line: print(line, flush=True))
+  print(table(planned, outcomes), flush=True)
+  check_outcomes(outcomes, shlex.join(["python", *argv]))
+
+
+if __name__ == "__main__":
+  errors.run(main)

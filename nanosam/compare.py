@@ -1,0 +1,454 @@
+"""Compares runs: what is better, by how much, and how sure that is.
+
+python -m nanosam.compare DIR... [--by=opt.method] [--tune=opt.rho,...] [--baseline=adamw]
+  [--view=steps|compute|time] [--target=LOSS] [--confidence=0.95] [--json]
+
+Runs that agree in the --by keys are a group; in a group, runs that agree in the --tune keys are a
+cell, and its runs differ by seed alone. The best cell of each group, judged on the seeds that all
+its cells have, is compared with the baseline's best cell, run by run: only runs with the same seed
+and data_seed are paired, which takes the luck of the draw that both share out of the difference.
+
+Three intervals, each by Student's t (see nanosam/paired.py):
+  both    other seeds, data orders and eval text: the one to quote, from two pairs on
+  seeds   other seeds and data orders, on this eval set
+  units   other eval text, for these very runs; all there is with one pair, and it says nothing
+          about seeds
+No interval covers the choice of the best cell: a seed that took part in tuning flatters its group.
+
+Views: the loss after the last step; at the largest compute (or training time) that all runs
+reached, read off the eval curves. A curve read before its end is in mid-schedule, where the
+learning rate is still high: for a fair race train with a schedule for that budget.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from nanosam import config as config_lib
+from nanosam import errors, paired
+from nanosam.errors import UsageError, UserError
+from nanosam.runs import DIVERGED, FINISHED, Run, find_runs
+
+AXES = {"steps": "step", "compute": "compute", "time": "time"}  # view: field of an eval record
+REPLICATE = ("seed", "data_seed")
+# The data's fingerprint and the eval set are compared themselves; how often to look is no matter.
+NOT_COMPARED = {"data.source", "data.vocab_size", "data.repeat", "guard.spike"} | {
+  f"eval_{name}" for name in ("every_steps", "steps", "batch_size")
+}
+# A key that differs in proportion to another which is compared does not differ by itself.
+FOLLOWS = {
+  "opt.init_learning_rate": "opt.peak_learning_rate",
+  "opt.final_learning_rate": "opt.peak_learning_rate",
+  "opt.rho_warmup_steps": "opt.warmup_steps",
+  "opt.warmup_steps": "opt.num_train_steps",
+  "model.F": "model.D",
+}
+
+
+@dataclasses.dataclass
+class Cell:
+  """Runs of one setting: they differ by seed alone."""
+
+  settings: dict[str, Any]  # of the tuned keys
+  losses: dict[tuple[int, int], float]  # by (seed, data_seed); inf where the run diverged
+  runs: dict[tuple[int, int], Run]  # the finished ones
+
+  def mean(self, replicates: Iterable[tuple[int, int]] = ()) -> float:
+    return float(np.mean([self.losses[r] for r in list(replicates) or self.losses]))
+
+
+@dataclasses.dataclass
+class Difference:
+  """To the baseline; negative is better."""
+
+  mean: float
+  pairs: int
+  intervals: dict[str, paired.Interval]
+
+  @property
+  def interval(self) -> paired.Interval | None:
+    """The widest claim there is."""
+    return next(filter(None, map(self.intervals.get, ("both", "seeds", "units"))), None)
+
+
+@dataclasses.dataclass
+class Group:
+  label: str
+  keys: dict[str, Any]
+  cells: list[Cell]
+  best: Cell
+  difference: Difference | None = None
+  to_target: float | None = None  # on the view's axis, mean over seeds; None: not all get there
+
+  @property
+  def mean(self) -> float:
+    return self.best.mean()
+
+  @property
+  def deviation(self) -> float | None:
+    """Standard deviation over seeds."""
+    losses = list(self.best.losses.values())
+    several = len(losses) > 1 and math.isfinite(sum(losses))
+    return float(np.std(losses, ddof=1)) if several else None
+
+  def spent(self, name: str) -> float:
+    """Tokens, compute or time of a whole run, mean over seeds."""
+    spent = [r.evals[-1].get(name, math.nan) for r in self.best.runs.values()]
+    return float(np.mean(spent)) if spent else math.nan
+
+
+@dataclasses.dataclass
+class Report:
+  view: str
+  baseline: str
+  budget: float | None  # where the curves are read, on the view's axis; None: at their ends
+  target: float | None
+  groups: list[Group]
+  notes: list[str]
+
+  def group(self, label: str) -> Group | None:
+    return next((g for g in self.groups if g.label == label), None)
+
+  def to_json(self) -> dict[str, Any]:
+    return {
+      **{k: getattr(self, k) for k in ("view", "baseline", "budget", "target", "notes")},
+      "groups": [_group_json(g) for g in self.groups],
+    }
+
+
+def compare(
+  runs: Sequence[Run],
+  *,
+  by: Sequence[str] = ("opt.method",),
+  tune: Sequence[str] = (),
+  baseline: str = "adamw",
+  view: str = "steps",
+  target: float | None = None,
+  confidence: float = 0.95,
+) -> Report:
+  """Refuses (UsageError) runs that differ in more than `by`, `tune` and their seeds."""
+  config_lib.lookup("view", view, AXES)
+  runs = [r for r in runs if r.state in (FINISHED, DIVERGED)]
+  finished = [r for r in runs if r.state == FINISHED]
+  if not finished:
+    raise UserError("no finished run to compare: train some first, with launch/sweep.py say")
+  check_comparable(runs, {*by, *tune})
+  budget = None if view == "steps" else min(r.evals[-1][AXES[view]] for r in finished)
+  notes = _environment_notes(finished)
+  if budget is not None:
+    notes += _schedule_notes(finished, view, budget)
+  groups = [
+    _group(label, members, by, tune, view, budget) for label, members in _split(runs, by).items()
+  ]
+  groups.sort(key=lambda g: (g.label != baseline, g.mean))
+  for group in groups:
+    notes += _tuning_notes(group, tune)
+  report = Report(view, baseline, budget, target, groups, notes)
+  if base := report.group(baseline):
+    notes += _seed_notes(groups)
+    report.target = base.mean if target is None else target
+    for group in groups:
+      if group is not base:
+        group.difference = difference(group.best, base.best, confidence, sequences=budget is None)
+        if group.difference is None and group.best.runs:
+          notes.append(f"{group.label} and {baseline} share no seed: no paired difference")
+  else:
+    labels = ", ".join(g.label for g in groups)
+    notes.append(f"there is no baseline '{baseline}' among {labels}: no differences")
+  if report.target is not None:
+    for group in groups:
+      group.to_target = _to_target(group.best, AXES[view], report.target)
+  return report
+
+
+def settings(run: Run) -> dict[str, Any]:
+  """What is compared of a run's settings; those that follow another, in proportion to it."""
+  values = {k: v for k, v in run.keys.items() if k not in NOT_COMPARED}
+  for key, leader in FOLLOWS.items():
+    if run.keys.get(leader) and key in values:
+      values[key] = round(run.keys[key] / run.keys[leader], 3)
+  if "opt.perturbed_dtype" in values:
+    values["opt.perturbed_dtype"] = run.keys["opt.perturbed_dtype"] == run.keys["model.dtype"]
+  return values
+
+
+def differing_keys(a: Run, b: Run, varied: Iterable[str]) -> list[str]:
+  """Settings, beyond `varied` and the seeds, in which two runs differ; a setting that one of the
+  methods does not have is none."""
+  one, other = settings(a), settings(b)
+  common = one.keys() & other.keys() - {*varied, *REPLICATE}
+  return sorted(k for k in common if one[k] != other[k])
+
+
+def check_comparable(runs: Sequence[Run], varied: Iterable[str]) -> None:
+  varied = set(varied)
+  for key in varied - set(REPLICATE):
+    known = {k for r in runs for k in r.keys}
+    if key not in known:
+      raise UsageError(f"no run has a setting '{key}': {config_lib.nearest(key, sorted(known))}")
+  # A run without some setting (adamw has no rho) compares with all: so every pair is looked at.
+  for i, a in enumerate(runs):
+    for b in runs[:i]:
+      if keys := differing_keys(b, a, varied):
+        what = "; ".join(f"{k} is {b.keys[k]} in {b.path}, {a.keys[k]} in {a.path}" for k in keys)
+        raise UsageError(
+          f"these runs differ in more than {', '.join(sorted(varied))} and seeds: {what}. Compare "
+          f"by it (--by=...,{keys[0]}), tune over it (--tune=...,{keys[0]}), or leave runs out"
+        )
+  first = runs[0]
+  for run in runs[1:]:
+    _check_same_data(first, run)
+
+
+def _check_same_data(a: Run, b: Run) -> None:
+  for name, what in (("data", "data"), ("eval_set", "eval set")):
+    one, other = a.environment.get(name), b.environment.get(name)
+    if one != other:
+      raise UsageError(
+        f"{a.path} and {b.path} have different {what}: {one} and {other}; their losses do not "
+        "compare. Train them again on the same"
+      )
+  if a.state == b.state == FINISHED and not np.array_equal(a.weight_R, b.weight_R):
+    raise UsageError(f"{a.path} and {b.path} were evaluated on different sequences; evaluate again")
+
+
+def _split(runs: Iterable[Run], keys: Sequence[str]) -> dict[str, list[Run]]:
+  parts: dict[str, list[Run]] = collections.defaultdict(list)
+  for run in runs:
+    parts[", ".join(_show(run.keys.get(k)) for k in keys)].append(run)
+  return parts
+
+
+def _show(value: Any) -> str:
+  return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _group(
+  label: str,
+  members: list[Run],
+  by: Sequence[str],
+  tune: Sequence[str],
+  view: str,
+  budget: float | None,
+) -> Group:
+  def loss(run: Run) -> float:
+    if run.state == DIVERGED:
+      return math.inf
+    x, y = run.curve(AXES[view])
+    return float(y[-1] if budget is None else np.interp(budget, x, y))
+
+  cells = []
+  for runs in _split(members, tune).values():
+    values = {k: runs[0].keys[k] for k in tune if k in runs[0].keys}
+    losses = {r.replicate: loss(r) for r in sorted(runs, key=lambda r: r.replicate)}
+    cells.append(Cell(values, losses, {r.replicate: r for r in runs if r.state == FINISHED}))
+  shared = set.intersection(*(set(c.losses) for c in cells))
+  best = min(cells, key=lambda c: c.mean(shared))
+  return Group(label, {k: members[0].keys.get(k) for k in by}, cells, best)
+
+
+def difference(
+  cell: Cell, base: Cell, confidence: float, sequences: bool = True
+) -> Difference | None:
+  """Of the runs that share their seeds, None without any; `sequences`: also over eval text."""
+  common = [r for r in cell.runs if r in base.runs]
+  if not common:
+    return None
+  delta_S = np.array([cell.losses[r] - base.losses[r] for r in common])
+  found = {"seeds": paired.over_seeds(delta_S, confidence)}
+  if sequences:
+    first = base.runs[common[0]]
+    documents = first.environment.get("eval_set", {}).get("documents")
+    x_SxU = paired.units(
+      np.stack([cell.runs[r].nll_R - base.runs[r].nll_R for r in common]), first.weight_R, documents
+    )
+    found["units"] = paired.over_units(x_SxU, confidence)
+    found["both"] = paired.over_both(x_SxU, confidence)
+  intervals = {name: interval for name, interval in found.items() if interval}
+  return Difference(float(delta_S.mean()), len(common), intervals)
+
+
+def reach(run: Run, axis: str, target: float) -> float | None:
+  """Where the eval curve first meets the target, between evaluations by a straight line."""
+  x, y = run.curve(axis)
+  below = np.flatnonzero(y <= target)
+  if not len(below):
+    return None
+  i = int(below[0])
+  if i == 0:
+    return float(x[0])
+  share = (y[i - 1] - target) / (y[i - 1] - y[i])
+  return float(x[i - 1] + share * (x[i] - x[i - 1]))
+
+
+def _to_target(cell: Cell, axis: str, target: float) -> float | None:
+  there = [reach(run, axis, target) for run in cell.runs.values()]
+  reached = [x for x in there if x is not None]
+  return float(np.mean(reached)) if reached and len(reached) == len(cell.losses) else None
+
+
+def _tuning_notes(group: Group, tune: Sequence[str]) -> list[str]:
+  notes = []
+  for key in tune:
+    tried = sorted({c.settings[key] for c in group.cells if key in c.settings})
+    best = group.best.settings.get(key)
+    if len(tried) < 2 or isinstance(best, str):
+      continue
+    for edge, word in ((tried[0], "smallest"), (tried[-1], "largest")):
+      if best == edge:
+        notes.append(
+          f"warning: {group.label}: the best {key}={_show(best)} is the {word} tried "
+          f"({', '.join(map(_show, tried))}): the optimum may lie beyond; extend the grid"
+        )
+  seeds = [set(c.losses) for c in group.cells]
+  if len(seeds) > 1 and not set.intersection(*seeds):
+    notes.append(
+      f"warning: {group.label}: its settings share no seed, so luck takes part in tuning"
+    )
+  if len(seeds) > 1 and len(group.best.losses) > len(set.intersection(*seeds)) > 0:
+    tuned = ", ".join(str(seed) for seed, _ in sorted(set.intersection(*seeds)))
+    notes.append(f"{group.label}: tuned on seed {tuned}, which is also among those averaged")
+  for cell in group.cells:
+    if bad := [str(seed) for (seed, _), loss in cell.losses.items() if not math.isfinite(loss)]:
+      where = ", ".join(f"{k}={_show(v)}" for k, v in cell.settings.items())
+      notes.append(f"{group.label}: {where or 'its run'} diverged on seed {', '.join(bad)}")
+  return notes
+
+
+def _seed_notes(groups: Sequence[Group]) -> list[str]:
+  every = set().union(*(g.best.losses for g in groups))
+  return [
+    f"missing seeds: {g.label} has no run with (seed, data_seed) {missing}; others have"
+    for g in groups
+    if (missing := ", ".join(map(str, sorted(every - set(g.best.losses)))))
+  ]
+
+
+def _schedule_notes(runs: Sequence[Run], view: str, budget: float) -> list[str]:
+  early = [r for r in runs if r.evals[-1][AXES[view]] > 1.02 * budget]
+  notes = []
+  if early:
+    notes.append(
+      f"warning: {len(early)} of {len(runs)} runs are read before their end, in mid-schedule"
+    )
+  if any(r.evals[0][AXES[view]] > budget for r in runs):
+    notes.append(f"warning: some runs have no evaluation within the {view} that all have")
+  return notes
+
+
+def _environment_notes(runs: Sequence[Run]) -> list[str]:
+  notes = []
+  for name in ("git_commit", "packages", "devices"):
+    found = {json.dumps(r.environment.get(name), sort_keys=True) for r in runs}
+    if len(found) > 1:
+      notes.append(f"warning: the runs were made with {len(found)} different {name}")
+  return notes
+
+
+def _group_json(g: Group) -> dict[str, Any]:
+  d = g.difference
+  return {
+    "label": g.label,
+    "keys": g.keys,
+    "best": g.best.settings,
+    "loss": g.mean,
+    "deviation": g.deviation,
+    "losses": {f"{s},{d}": loss for (s, d), loss in g.best.losses.items()},
+    "difference": d and d.mean,
+    "pairs": d.pairs if d else 0,
+    "intervals": {k: i._asdict() for k, i in d.intervals.items()} if d else {},
+    "to_target": g.to_target,
+    **{name: g.spent(name) for name in ("tokens", "compute", "time")},
+    "cells": [
+      {**c.settings, "losses": {f"{s},{d}": loss for (s, d), loss in c.losses.items()}}
+      for c in g.cells
+    ],
+    "runs": [str(r.path) for r in g.best.runs.values()],
+  }
+
+
+def text(report: Report) -> str:
+  """The report as people read it."""
+  unit = {"steps": "steps", "compute": "FLOPs", "time": "s"}[report.view]
+  where = "after the last step" if report.budget is None else f"at {report.budget:.4g} {unit}"
+  head = ["", "loss", "sd", "seeds", f"minus {report.baseline}", "interval", "to target", "best"]
+  rows = [head] + [_row(g) for g in report.groups]
+  widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+  lines = [f"eval loss {where}"]
+  lines += [
+    "  ".join(f"{x:<{w}}" if i in (0, 7) else f"{x:>{w}}" for i, (x, w) in enumerate(columns))
+    for columns in (list(zip(row, widths, strict=True)) for row in rows)
+  ]
+  intervals = [g.difference.interval for g in report.groups if g.difference]
+  covered = {i.covers for i in intervals if i}
+  lines += [f"the interval covers {what}" for what in sorted(covered)]
+  if report.target is not None:
+    lines.append(f"to target: {unit} until eval loss {report.target:.4f}")
+  return "\n".join(line.rstrip() for line in [*lines, *report.notes])
+
+
+def _row(g: Group) -> list[str]:
+  d = g.difference
+  i = d.interval if d else None
+  return [
+    g.label,
+    f"{g.mean:.4f}",
+    "" if g.deviation is None else f"{g.deviation:.4f}",
+    str(len(g.best.losses)),
+    f"{d.mean:+.4f}" if d else "",
+    f"[{i.low:+.4f}, {i.high:+.4f}]" if i else "",
+    "never" if g.to_target is None else f"{g.to_target:.4g}",
+    " ".join(f"{k.split('.')[-1]}={_show(v)}" for k, v in g.best.settings.items()),
+  ]
+
+
+class _Arguments(argparse.ArgumentParser):
+  def error(self, message: str) -> NoReturn:
+    raise UsageError(f"{message}; python -m nanosam.compare --help shows what there is")
+
+
+def main(argv: list[str]) -> None:
+  p = _Arguments("python -m nanosam.compare", description=__doc__, allow_abbrev=False)
+  p.formatter_class = argparse.RawDescriptionHelpFormatter
+  p.add_argument("folders", nargs="+", metavar="DIR", help="workdirs, or folders that hold them")
+  p.add_argument("--by", default="opt.method", help="keys that make groups")
+  p.add_argument("--tune", default="", help="keys of which each group takes its best value")
+  p.add_argument("--baseline", default="adamw", help="the group to compare with")
+  p.add_argument("--view", default="steps", choices=AXES)
+  p.add_argument("--target", type=float, help="a loss (default: the baseline's)")
+  p.add_argument("--confidence", type=float, default=0.95)
+  p.add_argument("--json", action="store_true", help="print one JSON object")
+  args = p.parse_args(argv[1:])
+  if not 0 < args.confidence < 1:
+    raise UsageError(f"--confidence={args.confidence} must lie between 0 and 1")
+  runs, notes = find_runs(args.folders)
+  report = compare(
+    runs,
+    by=args.by.split(","),
+    tune=[k for k in args.tune.split(",") if k],
+    baseline=args.baseline,
+    view=args.view,
+    target=args.target,
+    confidence=args.confidence,
+  )
+  report.notes = notes + report.notes
+  print(json.dumps(strict_json(report.to_json()), indent=2) if args.json else text(report))
+
+
+def strict_json(value: Any) -> Any:
+  """JSON has no infinity and no NaN: null stands for both."""
+  if isinstance(value, Mapping):
+    return {k: strict_json(v) for k, v in value.items()}
+  if isinstance(value, list | tuple):
+    return [strict_json(v) for v in value]
+  return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+  errors.run(main)

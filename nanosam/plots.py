@@ -1,0 +1,135 @@
+"""Figures of comparisons, as SVG and PNG. Needs matplotlib: pip install -e '.[report]'"""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nanosam.errors import UserError
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart; markers for print.
+STYLES = {
+  "adamw": ("#000000", "o"),
+  "sam": ("#D55E00", "s"),
+  "precond_sam": ("#E69F00", "D"),
+  "func_sam": ("#56B4E9", "^"),
+  "precond_func_sam": ("#0072B2", "v"),
+  "momentum_func_sam": ("#009E73", "P"),
+}
+OTHER = ("#CC79A7", "X")
+SETTINGS: Any = {
+  "axes.spines.top": False,
+  "axes.spines.right": False,
+  "axes.grid": True,
+  "grid.color": "#e6e6e6",
+  "axes.axisbelow": True,
+  "font.size": 10,
+  "legend.frameon": False,
+  "svg.hashsalt": "nanosam",  # the same figure is the same file
+}
+
+
+@contextlib.contextmanager
+def figure(path: pathlib.Path, panels: int, size: tuple[float, float]) -> Iterator[Any]:
+  """Axes to draw on; writes path.svg and path.png."""
+  try:
+    import matplotlib
+    from matplotlib.figure import Figure
+  except ImportError:
+    raise UserError("figures need matplotlib: pip install -e '.[report]'") from None
+  with matplotlib.rc_context(SETTINGS):
+    fig = Figure(figsize=size, layout="constrained")
+    yield fig.subplots(1, panels, squeeze=False)[0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    fig.savefig(path.with_suffix(".png"), dpi=150)
+
+
+def curves(
+  path: pathlib.Path,
+  runs: Mapping[str, Mapping[Any, tuple[np.ndarray, np.ndarray]]],
+  baseline: str,
+  x_label: str,
+) -> None:
+  """`runs[method][seed]` = (x, eval loss): the curves, and their paired distance to the baseline.
+
+  Lines are means over seeds, bands the range over seeds. The distance is drawn where both have
+  evaluations.
+  """
+  with figure(path, 2, (9, 3.6)) as (left, right):
+    for method, by_seed in runs.items():
+      colour, marker = STYLES.get(method, OTHER)
+      x = next(iter(by_seed.values()))[0]
+      _band(left, x, np.stack([y for _, y in by_seed.values()]), colour, marker, method)
+      common = [s for s in by_seed if s in runs.get(baseline, {})]
+      if method == baseline or not common:
+        continue
+      x = np.intersect1d(x, runs[baseline][common[0]][0])
+      gap = [_at(by_seed[s], x) - _at(runs[baseline][s], x) for s in common]
+      _band(right, x, np.stack(gap), colour, marker, method)
+    right.axhline(0, color=STYLES["adamw"][0], linewidth=1)
+    right.set_ylabel(f"eval loss minus {baseline}")
+    left.set_ylabel("eval loss")
+    left.legend()
+    for ax in (left, right):
+      ax.set_xlabel(x_label)
+    # The first evaluations tower over the rest, which is what one wants to see.
+    tops = [np.median(y) for by_seed in runs.values() for _, y in by_seed.values()]
+    lows = [y.min() for by_seed in runs.values() for _, y in by_seed.values()]
+    left.set_ylim(
+      min(lows) - 0.1 * (max(tops) - min(lows)), min(lows) + 3 * (max(tops) - min(lows))
+    )
+
+
+def _at(curve: tuple[np.ndarray, np.ndarray], x: np.ndarray) -> np.ndarray:
+  return np.interp(x, *curve)
+
+
+def _band(ax: Any, x: np.ndarray, y_SxX: np.ndarray, colour: str, marker: str, label: str) -> None:
+  ax.plot(x, y_SxX.mean(0), color=colour, marker=marker, markersize=4, linewidth=1.2, label=label)
+  if len(y_SxX) > 1:
+    ax.fill_between(x, y_SxX.min(0), y_SxX.max(0), color=colour, alpha=0.2, linewidth=0)
+
+
+def loss_against_rho(
+  path: pathlib.Path, points: Mapping[str, Sequence[tuple[float, float]]], baseline: float
+) -> None:
+  """`points[method]` = (rho, eval loss), in any order; `baseline` is AdamW's loss."""
+  with figure(path, 1, (5.6, 3.8)) as (ax,):
+    for method, pairs in points.items():
+      colour, marker = STYLES.get(method, OTHER)
+      rho, loss = zip(*sorted(pairs), strict=True)
+      ax.plot(rho, loss, color=colour, marker=marker, markersize=5, linewidth=1.2, label=method)
+    ax.axhline(baseline, color=STYLES["adamw"][0], linestyle="--", linewidth=1, label="adamw")
+    ax.set_xscale("log")
+    ax.set_xlabel("rho, the length of the perturbation")
+    ax.set_ylabel("eval loss")
+    ax.legend()
+
+
+class Row(NamedTuple):
+  label: str
+  method: str
+  mean: float
+  low: float | None
+  high: float | None
+  paper: float | None  # the paper's difference
+
+
+def differences(path: pathlib.Path, rows: Sequence[Row], confidence: float) -> None:
+  """One line per method: the difference to AdamW with its interval, the paper's as a cross."""
+  with figure(path, 1, (6.4, 1.1 + 0.36 * len(rows))) as (ax,):
+    for y, row in enumerate(rows):
+      colour, marker = STYLES.get(row.method, OTHER)
+      if row.low is not None and row.high is not None:
+        ax.plot([row.low, row.high], [y, y], color=colour, linewidth=2)
+      ax.plot(row.mean, y, color=colour, marker=marker, markersize=6)
+      if row.paper is not None:
+        ax.plot(row.paper, y, color="#777777", marker="x", markersize=6, linestyle="none")
+    ax.axvline(0, color=STYLES["adamw"][0], linewidth=1)
+    ax.set_yticks(range(len(rows)), [row.label for row in rows])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    cross = "; x: the paper" if any(row.paper is not None for row in rows) else ""
+    ax.set_xlabel(f"eval loss minus adamw, {confidence:.0%} interval (left is better){cross}")

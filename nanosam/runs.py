@@ -1,0 +1,161 @@
+"""Runs as they lie on disk, and what makes two of them the same run."""
+
+import hashlib
+import json
+import math
+import pathlib
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nanosam import config as config_lib
+from nanosam import workdir as workdir_lib
+from nanosam.errors import UserError
+from nanosam.optim.registry import METHODS
+from nanosam.writers import METRICS_FILE, read_metrics
+
+SEQUENCES_FILE = "eval_sequences.npz"
+FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
+
+# Of no effect where nothing is perturbed.
+_OF_PERTURBATION = re.compile(
+  r"opt\.(rho.*|phi|angle_form|precond_.*|asam_eta|momentum_sign|perturb.*)"
+)
+
+
+def training_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The settings that decide a run's result, flat; keys younger than the run have their default."""
+  values = {**config_lib.flat(config_lib.default()), **config_lib.flat(config)}
+  plain = METHODS[values["opt.method"]].direction is None
+  return {
+    key: value
+    for key, value in values.items()
+    if not config_lib.FREE_KEYS.fullmatch(key)
+    and not key.startswith(workdir_lib.ENVIRONMENT + ".")
+    and not (plain and _OF_PERTURBATION.fullmatch(key))
+  }
+
+
+def run_id(config: Mapping[str, Any]) -> str:
+  """A readable name and a hash of the settings.
+
+  Only settings that are not the default's enter the hash: a key added to the code later does not
+  rename the runs that exist.
+  """
+  keys, usual = training_keys(config), config_lib.flat(config_lib.default())
+  special = {k: v for k, v in keys.items() if v != usual.get(k)}
+  digest = hashlib.sha256(json.dumps(special, sort_keys=True).encode()).hexdigest()[:8]
+  parts = [keys["opt.method"], f"D{keys['model.D']}", f"n{keys['opt.num_train_steps']}"]
+  parts += [f"lr{keys['opt.peak_learning_rate']:g}", f"wd{keys['opt.weight_decay']:g}"]
+  if "opt.rho" in keys:
+    parts.append(f"rho{keys['opt.rho']:g}")
+  return "-".join([*parts, f"s{keys['seed']}", digest])
+
+
+class Run(NamedTuple):
+  path: pathlib.Path
+  keys: dict[str, Any]  # training_keys
+  environment: dict[str, Any]
+  evals: list[dict[str, Any]]  # records with eval/loss, by step
+  step: int  # of the last record
+  state: str
+  nll_R: np.ndarray  # of the last evaluation, by sequence; empty unless finished
+  weight_R: np.ndarray
+
+  @property
+  def replicate(self) -> tuple[int, int]:
+    """Runs that share it began with the same parameters and saw the same data in the same order."""
+    return self.keys["seed"], self.keys["data_seed"]
+
+  @property
+  def steps(self) -> int:
+    return self.keys["opt.num_train_steps"]
+
+  def curve(self, axis: str) -> tuple[np.ndarray, np.ndarray]:
+    """(step, compute or time; eval loss) of every evaluation."""
+    x = np.array([record[axis] for record in self.evals], float)
+    return x, np.array([record["eval/loss"] for record in self.evals], float)
+
+
+def read_run(path: pathlib.Path) -> Run:
+  """Raises a UserError if there is no run in `path`, or a damaged one."""
+  config = workdir_lib.read_config(path)
+  environment = config.pop(workdir_lib.ENVIRONMENT, {})
+  try:
+    keys = training_keys(config)
+  except KeyError as e:
+    raise UserError(f"{path}: config.json is of another program or version: no {e}") from e
+  metrics = path / METRICS_FILE
+  records = read_metrics(metrics) if metrics.is_file() else []
+  evals = [r for r in records if "eval/loss" in r]
+  step, steps = (records[-1]["step"] if records else 0), keys["opt.num_train_steps"]
+  nll_R, weight_R, at = _sequences(path / SEQUENCES_FILE)
+  if evals and evals[-1]["step"] == at == steps:
+    state = FINISHED if math.isfinite(evals[-1]["eval/loss"]) else DIVERGED
+  else:
+    state = DIVERGED if records and _aborted(keys, records[-1]) else UNFINISHED
+  if state != FINISHED:
+    nll_R = weight_R = np.empty(0)
+  return Run(path, keys, environment, evals, step, state, nll_R, weight_R)
+
+
+def _sequences(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, int]:
+  try:
+    with np.load(path) as f:
+      return f["nll"], f["weight"], int(f["step"])
+  except FileNotFoundError:
+    return np.empty(0), np.empty(0), -1
+  except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
+    raise UserError(f"{path} is damaged ({e}): evaluate that run again, or remove it") from e
+
+
+def _aborted(keys: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+  """Whether the guard ended the run at this record."""
+  return any(
+    keys[policy] == "abort" and record.get(count, 0) > 0
+    for policy, count in (
+      ("guard.policy", "guard/nonfinite"),
+      ("guard.perturbed", "guard/perturbed_nonfinite"),
+    )
+  )
+
+
+def find_runs(folders: Iterable[str | pathlib.Path]) -> tuple[list[Run], list[str]]:
+  """Every run at or below the folders, and a line for each that cannot be used whole."""
+  paths: dict[pathlib.Path, pathlib.Path] = {}  # by real path: a folder given twice counts once
+  for folder in map(pathlib.Path, folders):
+    if not folder.is_dir():
+      raise UserError(f"no such folder: {folder}; give workdirs, or folders that hold them")
+    found = {p.parent for p in folder.rglob(METRICS_FILE)}
+    found |= {p.parent for p in folder.rglob(workdir_lib.CONFIG_FILE) if "wandb" not in p.parts}
+    paths |= {p.resolve(): p for p in sorted(found)}
+  runs, notes = [], []
+  for path in paths.values():
+    try:
+      run = read_run(path)
+    except UserError as e:
+      notes.append(f"left out {path}: {e}")
+      continue
+    runs.append(run)
+    if run.state != FINISHED:
+      what = "diverged" if run.state == DIVERGED else "is half-written: it stands"
+      more = "" if run.state == DIVERGED else "; run its command again to go on"
+      notes.append(f"left out {path}: {what} at step {run.step} of {run.steps}{more}")
+  refuse_twins(runs)
+  return runs, notes
+
+
+def refuse_twins(runs: Iterable[Run]) -> None:
+  """The same run twice would count as two seeds."""
+  seen: dict[str, pathlib.Path] = {}
+  for run in runs:
+    name = run_id(run.keys)
+    if name in seen:
+      raise UserError(
+        f"{seen[name]} and {run.path} are one run (same settings and seeds, id {name}): "
+        "it would count twice; move one of them away"
+      )
+    seen[name] = run.path

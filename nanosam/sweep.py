@@ -1,0 +1,129 @@
+"""What a sweep is: a list of runs, written as plain Python.
+
+A sweep file defines `runs(arg)`, which returns a list of (config, overrides):
+
+  from nanosam.sweep import product, together
+
+  def runs(arg=None):
+    grid = product({"opt.rho": [0.03, 0.1], "seed": [1, 2, 3]})
+    return [("configs/mini.py:method=sam", overrides) for overrides in grid]
+
+`together({"seed": [1, 2], "data_seed": [1, 2]})` takes the values side by side instead; both take
+lists of overrides as well, so they nest: product({"opt.rho": [...]}, together({...})).
+"""
+
+import importlib.util
+import itertools
+import pathlib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from nanosam import config as config_lib
+from nanosam import runs as runs_lib
+from nanosam.errors import UsageError
+from nanosam.validate import validate
+
+Overrides = dict[str, Any]
+Axis = Mapping[str, Sequence[Any]] | Sequence[Overrides]
+
+
+def product(*axes: Axis) -> list[Overrides]:
+  """Every combination."""
+  points = itertools.product(*itertools.chain.from_iterable(map(_split, axes)))
+  return [_merge(parts) for parts in points]
+
+
+def together(*axes: Axis) -> list[Overrides]:
+  """First values with first values, and so on."""
+  columns = list(itertools.chain.from_iterable(map(_split, axes)))
+  if len({len(column) for column in columns}) > 1:
+    raise UsageError(
+      f"together: the lists have {', '.join(str(len(c)) for c in columns)} values; make them equal"
+    )
+  return [_merge(parts) for parts in zip(*columns, strict=True)]
+
+
+def _split(axis: Axis) -> list[list[Overrides]]:
+  if isinstance(axis, Mapping):
+    return [[{key: value} for value in values] for key, values in axis.items()]
+  return [list(axis)]
+
+
+def _merge(parts: Iterable[Overrides]) -> Overrides:
+  merged: Overrides = {}
+  for part in parts:
+    if twice := merged.keys() & part.keys():
+      raise UsageError(f"a sweep sets {', '.join(sorted(twice))} twice; name each key once")
+    merged |= part
+  return merged
+
+
+class Planned(NamedTuple):
+  """A run to be made, or made already."""
+
+  id: str
+  spec: str  # of the config file
+  overrides: Overrides
+  config: ml_collections.ConfigDict  # resolved and valid
+  workdir: pathlib.Path
+
+  @property
+  def command(self) -> list[str]:
+    return [
+      *(sys.executable, "-m", "nanosam.train", f"--config={self.spec}"),
+      *(f"--config.{key}={value}" for key, value in self.overrides.items()),
+      f"--config.workdir={self.workdir}",
+    ]
+
+  @property
+  def tokens(self) -> int:
+    c = self.config
+    return c.opt.num_train_steps * c.batch_size * c.model.L
+
+  def stored(self) -> runs_lib.Run | None:
+    """What there is of it on disk."""
+    if not (self.workdir / "config.json").is_file():
+      return None
+    return runs_lib.read_run(self.workdir)
+
+
+def plan(runs: Iterable[tuple[str, Overrides]], out: pathlib.Path) -> list[Planned]:
+  """Resolves and checks every run before any begins; refuses the same run twice."""
+  planned: dict[str, Planned] = {}
+  for spec, overrides in runs:
+    c = config_lib.load(spec)
+    for key, value in overrides.items():
+      config_lib.override(c, key, str(value))
+    name = runs_lib.run_id(config_lib.to_dict(c))
+    c.workdir = str(out / name)
+    validate(c)
+    if name in planned:
+      first = planned[name]
+      raise UsageError(
+        f"two runs of one id {name}: {first.spec} {first.overrides} and {spec} {overrides} train "
+        "the same; take one out (adamw has no rho: give it once, outside the grid)"
+      )
+    planned[name] = Planned(name, spec, overrides, c, out / name)
+  return list(planned.values())
+
+
+def load(spec: str) -> list[tuple[str, Overrides]]:
+  """The runs of `FILE.py[:arg]`."""
+  file, _, arg = spec.partition(":")
+  if not pathlib.Path(file).is_file():
+    raise UsageError(f"sweep file {file} does not exist")
+  module_spec = importlib.util.spec_from_file_location("nanosam_sweep_file", file)
+  if module_spec is None or module_spec.loader is None:
+    raise UsageError(f"sweep file {file} is not a Python file: its name must end in .py")
+  module = importlib.util.module_from_spec(module_spec)
+  try:
+    module_spec.loader.exec_module(module)
+    return [(str(config), dict(overrides)) for config, overrides in module.runs(arg or None)]
+  except UsageError:
+    raise
+  except Exception as e:  # whatever is wrong in the user's file, say where, in one line
+    line = " ".join(str(e).split())
+    raise UsageError(f"sweep file {file}: {type(e).__name__}: {line}") from e

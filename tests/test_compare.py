@@ -1,0 +1,234 @@
+import json
+
+import numpy as np
+import pytest
+from training import ROOT
+
+from nanosam import compare, config, paired, runs
+from nanosam.errors import UsageError, UserError
+
+ROWS, LENGTH = 60, 128
+
+
+def write_run(folder, method="adamw", seed=1, loss=3.5, keys=None, env=None, seq=None, curve=None):
+  """A finished run with the given loss; `curve` maps steps to eval losses."""
+  c = config.load(f"{ROOT}/configs/mini.py:method={method}")
+  overrides = {"opt.rho": 0.1} if method != "adamw" else {}
+  for key, value in {"seed": seed, "data_seed": seed, **overrides, **(keys or {})}.items():
+    config.override(c, key, str(value))
+  steps = c.opt.num_train_steps
+  env = {"data": "d1", "eval_set": {"sequences": ROWS, "documents": 2 * ROWS}, **(env or {})}
+  settings = config.to_dict(c)
+  workdir = folder / runs.run_id(settings)
+  workdir.mkdir(parents=True)
+  (workdir / "config.json").write_text(json.dumps({**settings, "environment": env}))
+  nll = (np.full(ROWS, loss) if seq is None else seq) * LENGTH
+  np.savez(workdir / "eval_sequences.npz", step=steps, nll=nll, weight=np.full(ROWS, LENGTH))
+  curve = curve or {steps // 2: nll.mean() / LENGTH + 1, steps: nll.mean() / LENGTH}
+  cost = 1 if method == "adamw" else 2
+  records = [
+    {"step": s, "eval/loss": y, "tokens": s, "compute": s * cost, "time": 3 * s * cost}
+    for s, y in curve.items()
+  ]
+  (workdir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+  return workdir
+
+
+def read(folder):
+  return runs.find_runs([folder])[0]
+
+
+def test_means_differences_and_intervals_of_known_numbers(tmp_path):
+  for seed, (a, b) in enumerate([(3.50, 3.48), (3.60, 3.57), (3.55, 3.51)], 1):
+    write_run(tmp_path, "adamw", seed, a)
+    write_run(tmp_path, "sam", seed, b)
+  report = compare.compare(read(tmp_path))
+  base, sam = report.groups
+  assert (base.label, sam.label) == ("adamw", "sam")
+  assert base.mean == pytest.approx(3.55) and base.deviation == pytest.approx(0.05)
+  assert sam.difference.mean == pytest.approx(-0.03) and sam.difference.pairs == 3
+  # sd of (-.02, -.03, -.04) is .01; t with 2 degrees of freedom is 4.3027
+  half = 4.302653 * 0.01 / 3**0.5
+  for name in ("seeds", "both"):  # all sequences alike: nothing to add
+    interval = sam.difference.intervals[name]
+    assert (interval.low, interval.high) == pytest.approx((-0.03 - half, -0.03 + half), abs=1e-6)
+  assert sam.difference.interval.covers == paired.BOTH
+
+
+@pytest.mark.parametrize("S", [2, 3, 5])
+@pytest.mark.parametrize("seed_sd, unit_sd, rest_sd", [(0.01, 0.0, 0.02), (0.01, 0.1, 0.05)])
+def test_the_interval_covers_the_truth_at_its_nominal_rate(S, seed_sd, unit_sd, rest_sd):
+  rng = np.random.default_rng(0)
+  R, trials, hits = 60, 2000, 0
+  for _ in range(trials):
+    x = rng.normal(0, seed_sd, (S, 1)) + rng.normal(0, unit_sd, (1, R))
+    interval = paired.over_both(x + rng.normal(0, rest_sd, (S, R)) + 0.02, 0.9)
+    hits += interval.low <= 0.02 <= interval.high
+  assert 0.885 < hits / trials < 0.975  # it errs on the wide side
+
+
+def test_the_interval_over_seeds_alone_misses_the_text_and_the_other_the_seeds():
+  rng = np.random.default_rng(1)
+  hits = {"seeds": 0, "units": 0}
+  for _ in range(500):
+    noise = rng.normal(0, 0.01, (3, 1)) + rng.normal(0, 0.2, (1, 60))
+    x = noise + rng.normal(0, 0.01, (3, 60))
+    hits["seeds"] += abs(x.mean()) < paired.over_seeds(x.mean(1), 0.9).high - x.mean()
+    far = rng.normal(0, 0.2, (3, 1)) + rng.normal(0, 0.01, (3, 60))
+    hits["units"] += abs(far.mean()) < paired.over_units(far, 0.9).high - far.mean()
+  assert hits["seeds"] < 0.75 * 500 and hits["units"] < 0.3 * 500
+
+
+def test_pairing_takes_out_what_both_share(tmp_path):
+  rng = np.random.default_rng(2)
+  for seed in (1, 2, 3):
+    shared = 3.5 + rng.normal(0, 0.05) + rng.normal(0, 0.5, ROWS)
+    write_run(tmp_path, "adamw", seed, seq=shared + rng.normal(0, 0.01, ROWS))
+    write_run(tmp_path, "sam", seed, seq=shared - 0.02 + rng.normal(0, 0.01, ROWS))
+  sam = compare.compare(read(tmp_path)).group("sam")
+  interval = sam.difference.interval
+  assert interval.low < -0.02 < interval.high
+  assert interval.high - interval.low < 0.02 < sam.deviation
+
+
+def test_units_are_stretches_of_sequences_and_keep_the_difference():
+  rng = np.random.default_rng(3)
+  weight = rng.integers(50, 100, 25).astype(float)
+  difference = rng.normal(0, 1, (2, 25)) * weight
+  x = paired.units(difference, weight, documents=10)
+  assert x.shape == (2, 5)
+  np.testing.assert_allclose(x.mean(1), difference.sum(1) / weight.sum())
+  assert paired.units(difference, weight, documents=None).shape == (2, 25)
+
+
+def test_the_best_setting_is_judged_on_common_seeds_and_the_edge_is_told(tmp_path):
+  write_run(tmp_path, "adamw", 1, 3.5)
+  for rho, losses in {0.1: [3.49, 3.3, 3.3], 0.2: [3.48], 0.4: [3.47]}.items():
+    for seed, loss in enumerate(losses, 1):
+      write_run(tmp_path, "sam", seed, loss, keys={"opt.rho": rho})
+  report = compare.compare(read(tmp_path), tune=["opt.rho"])
+  assert report.group("sam").best.settings == {"opt.rho": 0.4}
+  assert any("opt.rho=0.4 is the largest tried (0.1, 0.2, 0.4)" in n for n in report.notes)
+  write_run(tmp_path, "sam", 1, 3.6, keys={"opt.rho": 0.8})
+  notes = compare.compare(read(tmp_path), tune=["opt.rho"]).notes
+  assert not any("tried" in n for n in notes)
+
+
+@pytest.mark.parametrize(
+  "change, words",
+  [
+    ({"keys": {"opt.b2": 0.95}}, "opt.b2 is 0.98 in"),
+    ({"keys": {"opt.num_train_steps": 600, "opt.warmup_steps": 60}}, "opt.num_train_steps"),
+    ({"keys": {"opt.warmup_steps": 300}}, "opt.warmup_steps"),
+    ({"env": {"data": "d2"}}, "different data: d1 and d2"),
+    ({"env": {"eval_set": {"sequences": 7}}}, "different eval set"),
+  ],
+)
+def test_refuses_what_differs_in_more_than_the_method(tmp_path, change, words):
+  write_run(tmp_path, "adamw", 1)
+  write_run(tmp_path, "sam", 1, **change)
+  with pytest.raises(UsageError, match=words):
+    compare.compare(read(tmp_path))
+
+
+def test_a_setting_that_one_method_lacks_does_not_hide_a_difference(tmp_path):
+  write_run(tmp_path, "adamw", 1)
+  write_run(tmp_path, "sam", 1)
+  write_run(tmp_path, "precond_sam", 1, keys={"opt.rho": 0.3})
+  with pytest.raises(UsageError, match=r"opt\.rho is 0\.[13]"):
+    compare.compare(read(tmp_path))
+  assert len(compare.compare(read(tmp_path), tune=["opt.rho"]).groups) == 3
+
+
+def test_what_follows_a_compared_key_is_no_difference(tmp_path):
+  write_run(tmp_path, "adamw", 1, 3.5)
+  write_run(tmp_path, "adamw", 1, 3.6, keys={"opt.peak_learning_rate": 0.01})
+  write_run(tmp_path, "adamw", 1, 3.4, keys={"opt.num_train_steps": 600, "opt.warmup_steps": 60})
+  tune = ["opt.peak_learning_rate", "opt.num_train_steps"]
+  assert compare.compare(read(tmp_path), tune=tune).groups[0].mean == pytest.approx(3.4)
+
+
+def test_half_written_diverged_and_damaged_runs_each_have_a_line(tmp_path):
+  good = write_run(tmp_path, "adamw", 1)
+  half = write_run(tmp_path, "adamw", 2, curve={300: 4.0, 400: 3.9})
+  bad = write_run(tmp_path, "sam", 1)
+  with open(bad / "metrics.jsonl", "w") as f:
+    f.write(json.dumps({"step": 70, "train/loss": "NaN", "guard/nonfinite": 1}) + "\n")
+  torn = write_run(tmp_path, "sam", 2)
+  (torn / "eval_sequences.npz").write_bytes(b"PK")
+  (tmp_path / "begun").mkdir()
+  (tmp_path / "begun" / "metrics.jsonl").write_text("")
+  found, notes = runs.find_runs([tmp_path, good])
+  assert {r.path: r.state for r in found} == {
+    good: runs.FINISHED,
+    half: runs.UNFINISHED,
+    bad: runs.DIVERGED,
+  }
+  text = "\n".join(notes)
+  for words in (
+    f"{half}: is half-written: it stands at step 400 of 1200",
+    f"{bad}: diverged at step 70 of 1200",
+    "eval_sequences.npz is damaged",
+    "begun holds no run",
+  ):
+    assert words in text
+  report = compare.compare(found)
+  assert report.group("sam").mean == np.inf and report.group("sam").difference is None
+  json.dumps(compare.strict_json(report.to_json()), allow_nan=False)
+
+
+def test_one_run_in_two_places_is_refused(tmp_path):
+  write_run(tmp_path / "a", "sam", 1)
+  write_run(tmp_path / "b", "sam", 1)
+  with pytest.raises(UserError, match="are one run"):
+    runs.find_runs([tmp_path / "a", tmp_path / "b"])
+
+
+def test_missing_seeds_are_named(tmp_path):
+  for seed in (1, 2):
+    write_run(tmp_path, "adamw", seed)
+  write_run(tmp_path, "sam", 1)
+  write_run(tmp_path, "func_sam", 3)
+  report = compare.compare(read(tmp_path))
+  assert any("sam has no run with (seed, data_seed) (2, 2)" in n for n in report.notes)
+  assert any("func_sam and adamw share no seed" in n for n in report.notes)
+  assert report.group("sam").difference.interval.covers == paired.UNITS
+
+
+def test_views_at_equal_compute_and_time_read_the_curves(tmp_path):
+  write_run(tmp_path, "adamw", 1, curve={600: 3.6, 1200: 3.5})
+  write_run(tmp_path, "sam", 1, curve={300: 4.0, 600: 3.8, 1200: 3.4})
+  found = read(tmp_path)
+  assert compare.compare(found).group("sam").difference.mean == pytest.approx(-0.1)
+  for view, budget in (("compute", 1200), ("time", 3600)):
+    report = compare.compare(found, view=view)
+    assert report.budget == budget
+    assert report.group("sam").mean == pytest.approx(3.8)  # half of its steps
+    assert any("1 of 2 runs are read before their end" in n for n in report.notes)
+
+
+def test_steps_to_target(tmp_path):
+  write_run(tmp_path, "adamw", 1, curve={600: 4.0, 1200: 3.5})
+  write_run(tmp_path, "sam", 1, curve={600: 3.7, 1200: 3.3})
+  write_run(tmp_path, "func_sam", 1, curve={600: 3.7, 1200: 3.6})
+  report = compare.compare(read(tmp_path))
+  assert report.group("adamw").to_target == 1200
+  assert report.group("sam").to_target == pytest.approx(900)
+  assert report.group("func_sam").to_target is None
+
+
+def test_the_command(tmp_path, capsys):
+  for seed in (1, 2):
+    write_run(tmp_path, "adamw", seed, 3.5)
+    write_run(tmp_path, "sam", seed, 3.4)
+  compare.main(["compare", str(tmp_path), "--tune=opt.rho", "--json"])
+  groups = json.loads(capsys.readouterr().out)["groups"]
+  assert [g["label"] for g in groups] == ["adamw", "sam"] and groups[1]["pairs"] == 2
+  compare.main(["compare", str(tmp_path), "--baseline=sam"])
+  text = capsys.readouterr().out
+  assert "+0.1000" in text and "the interval covers other seeds" in text
+  with pytest.raises(UsageError, match=r"did you mean opt\.method"):
+    compare.main(["compare", str(tmp_path), "--by=opt.methd"])
+  with pytest.raises(UserError, match="no finished run"):
+    (tmp_path / "empty").mkdir()
+    compare.main(["compare", str(tmp_path / "empty")])

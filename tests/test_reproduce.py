@@ -1,0 +1,135 @@
+import json
+import sys
+
+import pytest
+from test_compare import write_run
+from training import ROOT
+
+from nanosam import config as config_lib
+from nanosam.errors import UsageError, UserError
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import paper_results
+import protocol
+import reproduce
+
+
+def lab(tmp_path, name="table1", scale="mini", **settings):
+  made = protocol.Lab(name, scale, tmp_path, **settings)
+  made.vocabulary = 8192  # without opening the data
+  return made
+
+
+def fill(tmp_path, specs, loss):
+  """Finished runs for (spec, overrides), with a made-up loss."""
+  for spec, overrides in specs:
+    method = spec.split("method=")[1].split(",")[0]
+    folder = tmp_path / "runs"
+    write_run(folder, method, overrides["seed"], loss(method, overrides), keys=overrides)
+
+
+def loss(method, o):
+  """AdamW is best at lr 6e-3 and decay 0.1, every method at its second rho."""
+  value = 3.5 + abs(o["opt.peak_learning_rate"] - 6e-3) + abs(o["opt.weight_decay"] - 0.1)
+  if method != "adamw":
+    value += -0.01 * len(method) / 10 + abs(o["opt.rho"] - 0.0247)
+  return value + 0.001 * o["seed"] * (1 if method == "adamw" else 1.3)
+
+
+@pytest.mark.parametrize("method, body, head", [("adamw", 3, 3), ("sam", 6, 6), ("func_sam", 6, 6)])
+def test_counted_flops_are_the_formula(method, body, head):
+  c = config_lib.load(f"{ROOT}/configs/fixed_length.py:size=23.9M,method={method}")
+  m, V = c.model, config_lib.PAPER_VOCABULARY
+  token = body * m.N * (24 * m.D**2 + 4 * m.L * m.D) + head * 2 * m.D * V
+  assert protocol.step_flops(c, V) == token * c.batch_size * m.L
+
+
+@pytest.mark.parametrize("name", protocol.EXPERIMENTS)
+@pytest.mark.parametrize("scale", ["mini", "paper"])
+def test_every_stage_plans_valid_runs(tmp_path, name, scale, monkeypatch):
+  monkeypatch.setattr(protocol, "step_flops", lambda c, V: 1 if c.opt.method == "adamw" else 2)
+  it = lab(tmp_path, name, scale, dry=True)
+  for stage in it.stages:
+    planned = reproduce.plan(it, stage)
+    methods = {p.config.opt.method for p in planned}
+    assert methods == ({"adamw"} if stage == "baseline" else set(it.methods))
+    for p in planned:
+      assert p.config.seed == p.config.data_seed  # what pairs the methods
+  published = paper_results.TABLES.get(name, {})
+  for setting in it.settings:
+    if setting.paper:
+      assert set(published.get(setting.paper, it.methods)) <= set(it.methods)
+
+
+def test_stages_build_on_each_other(tmp_path):
+  it = lab(tmp_path)
+  with pytest.raises(UserError, match="run the stage 'baseline' first"):
+    it.stage("rho")
+  fill(tmp_path, it.stage("baseline"), loss)
+  it.forget()
+  rho = it.stage("rho")
+  assert {(o["opt.peak_learning_rate"], o["opt.weight_decay"]) for _, o in rho} == {(6e-3, 0.1)}
+  assert len(rho) == 1 + 5 * len(it.rms)
+  with pytest.raises(UserError, match="run the stage 'rho' first"):
+    it.stage("seeds")
+  fill(tmp_path, rho[1:], loss)
+  it.forget()
+  seeds = it.stage("seeds")
+  assert {o["opt.rho"] for _, o in seeds if "opt.rho" in o} == {0.0247}
+  assert sorted(o["seed"] for _, o in seeds) == sorted([1, 2, 3] * 6)
+
+
+def test_half_as_many_steps_cost_the_same(tmp_path):
+  it = lab(tmp_path, dry=True)
+  lengths = it.equal_compute(it.settings[0])
+  assert lengths["adamw"] == {"opt.num_train_steps": 2400, "opt.warmup_steps": 240}
+  assert lengths["sam"] == {"opt.num_train_steps": 600, "opt.warmup_steps": 60}
+  assert 600 < lengths["momentum_func_sam"]["opt.num_train_steps"] < 1200
+
+
+def test_report_of_made_up_runs(tmp_path, capsys):
+  it = lab(tmp_path)
+  with pytest.raises(UserError, match=r"has no finished runs .* --stage=baseline"):
+    reproduce.write_report(it, ["reproduce.py"])
+  fill(tmp_path, it.stage("baseline"), loss)
+  it.forget()
+  fill(tmp_path, it.stage("rho")[1:], loss)
+  it.forget()
+  fill(tmp_path, [s for s in it.stage("seeds") if s[1]["seed"] > 1], loss)
+  fill(tmp_path, it.stage("compute"), loss)
+  fill(tmp_path, [s for s in it.stage("factors") if s[1].get("model.tied") is False], loss)
+  it.forget()
+  reproduce.write_report(it, ["reproduce.py"])
+  results = json.loads((tmp_path / "table1" / "results.json").read_text())
+  groups = {g["label"]: g for g in results["settings"]["width 64"]["groups"]}
+  assert groups.keys() == set(it.methods)
+  # -0.01 * len / 10 + 0.0003 * mean seed
+  assert groups["precond_func_sam"]["difference"] == pytest.approx(-0.016 + 0.0006)
+  assert groups["sam"]["pairs"] == 3 and "both" in groups["sam"]["intervals"]
+  assert set(results["more"]["width 64"]) == {
+    "at AdamW's compute",
+    "against AdamW with twice the steps",
+    "factor untied",
+  }
+  text = (tmp_path / "table1" / "table.md").read_text()
+  assert "| 3.86 | -0.04 |" in text and "### factor untied" in text
+  for figure in ("svg", "png"):
+    assert (tmp_path / "table1" / f"differences.{figure}").stat().st_size > 1000
+  for name, figure in (("fig1", "curves"), ("fig3", "rho")):
+    reproduce.write_report(lab(tmp_path, name), ["reproduce.py"])
+    assert (tmp_path / name / f"{figure}.svg").is_file()
+
+
+def test_dry_run_costs(capsys, tmp_path):
+  words = f"table1 --scale=paper --out={tmp_path} --dry_run --device=v5e --utilization=0.5"
+  reproduce.main(["reproduce.py", *words.split(), "--methods=sam", "--stage=rho"])
+  lines = capsys.readouterr().out.splitlines()
+  sam = next(line.split() for line in lines if "sam-" in line)
+  tokens, cost, hours = map(float, sam[1:4])
+  assert tokens == pytest.approx(10_000 * 256 * 512, rel=1e-2)
+  assert hours == pytest.approx(cost / (0.5 * 197e12) / 3600, rel=1e-2)
+  assert "5 different runs" in lines[-3]
+  with pytest.raises(UsageError, match="has the stages rho, seeds"):
+    reproduce.main(
+      ["reproduce.py", "table2", "--scale=paper", f"--out={tmp_path}", "--stage=factors"]
+    )

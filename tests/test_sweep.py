@@ -1,0 +1,142 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from training import CONFIG, ROOT
+
+from nanosam import runs, sweep
+from nanosam.errors import UsageError
+from nanosam.writers import read_metrics
+
+sys.path.insert(0, str(ROOT / "launch"))
+import sweep as launcher
+
+TINY = str(CONFIG)
+
+
+def test_product_and_together():
+  assert sweep.product({"a": [1, 2], "b": [3]}) == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]
+  pairs = sweep.together({"seed": [1, 2], "data_seed": [5, 6]})
+  assert pairs == [{"seed": 1, "data_seed": 5}, {"seed": 2, "data_seed": 6}]
+  assert len(sweep.product({"a": [1, 2, 3]}, pairs)) == 6
+  with pytest.raises(UsageError, match="2, 1 values"):
+    sweep.together({"a": [1, 2], "b": [3]})
+  with pytest.raises(UsageError, match="seed twice"):
+    sweep.product({"seed": [1]}, pairs)
+
+
+def test_ids_name_what_matters_and_nothing_else(tmp_path):
+  def name(spec=TINY, **overrides):
+    overrides = {k.replace("__", "."): v for k, v in overrides.items()}
+    return sweep.plan([(spec, overrides)], tmp_path)[0].id
+
+  assert name() == name(log_every_steps=7, wandb__mode="offline", mesh__data=1)
+  assert name(opt__method="sam") == name(f"{TINY}:method=sam")
+  assert name(opt__rho=0.3) == name()  # which adamw does not have
+  others = [name(seed=2), name(opt__method="sam"), name(opt__method="sam", opt__rho=0.3)]
+  assert len({name(), *others}) == 4
+  assert name(opt__method="sam", opt__rho=0.3).startswith("sam-D16-n16-lr0.01-wd0.1-rho0.3-s42-")
+
+
+def test_a_key_that_is_younger_than_a_run_leaves_its_id(tmp_path):
+  config = json.loads(json.dumps(sweep.plan([(TINY, {})], tmp_path)[0].config.to_dict()))
+  del config["opt"]["asam_eta"], config["guard"]["spike"]
+  assert runs.run_id(config) == sweep.plan([(TINY, {})], tmp_path)[0].id
+
+
+def test_bad_runs_are_refused_before_any_begins(tmp_path):
+  with pytest.raises(UsageError, match="two runs of one id"):
+    sweep.plan([(TINY, {"opt.rho": 0.1}), (TINY, {"opt.rho": 0.2})], tmp_path)
+  with pytest.raises(UsageError, match=r"did you mean opt\.rho"):
+    sweep.plan([(TINY, {"opt.roh": 0.1})], tmp_path)
+  with pytest.raises(UsageError, match="must be at least 1"):
+    sweep.plan([(TINY, {}), (TINY, {"batch_size": 0})], tmp_path)
+  broken = tmp_path / "broken.py"
+  broken.write_text("def runs(arg):\n  return 1 / 0\n")
+  with pytest.raises(UsageError, match=r"broken.py: ZeroDivisionError"):
+    sweep.load(str(broken))
+  with pytest.raises(UsageError, match="does not exist"):
+    sweep.load(str(tmp_path / "none.py"))
+
+
+def test_each_job_has_its_share_of_the_devices():
+  four = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+  assert launcher.share_of_devices(1, 2, four) == {"CUDA_VISIBLE_DEVICES": "1,3"}
+  assert launcher.share_of_devices(0, 1, four) == launcher.share_of_devices(1, 2, {}) == {}
+  with pytest.raises(UsageError, match="--jobs=5"):
+    launcher.share_of_devices(0, 5, four)
+
+
+SWEEP = f"""
+from nanosam.sweep import product
+
+def runs(arg=None):
+  base = {{"opt.num_train_steps": [int(arg)], "checkpoint_every_steps": [50]}}
+  sam = product(base, {{"opt.rho": [0.05]}})
+  return [("{TINY}:method=sam", o) for o in sam] + [("{TINY}", o) for o in product(base)]
+"""
+
+
+@pytest.fixture
+def start(tmp_path, cache):
+  file = tmp_path / "my_sweep.py"
+  file.write_text(SWEEP)
+
+  def start(arg, *words):
+    command = [sys.executable, "launch/sweep.py", f"--sweep={file}:{arg}", f"--out={tmp_path}/out"]
+    environment = {**os.environ, "NANOSAM_CACHE": str(cache), "JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+      [*command, *words], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True
+    )
+
+  return start
+
+
+def test_dry_run_prints_commands_and_makes_nothing(start, tmp_path):
+  out, err = start(16, "--dry_run").communicate(timeout=60)
+  assert "--config.opt.rho=0.05" in out and "# 2 runs, 8.19e+03 tokens" in out, err
+  assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_a_sweep_end_to_end(start, tmp_path):
+  """Interrupted, continued, then nothing left to do; a failure does not stop the rest."""
+  process = start(200)
+  first = wait_for(lambda: next((tmp_path / "out").glob("sam-*/metrics.jsonl"), None))
+  wait_for(lambda: read_metrics(first))
+  process.send_signal(signal.SIGINT)
+  out, err = process.communicate(timeout=60)
+  assert process.returncode == 75, err
+  assert "stopped with 0 of 2 runs finished; go on with: python launch/sweep.py" in err
+  assert "not started" in out and "interrupted" in out
+  stopped = read_metrics(first)[-1]["step"]
+  assert 0 < stopped < 200
+
+  process = start(200)
+  out, err = process.communicate(timeout=200)
+  assert process.returncode == 0, out + err
+  assert f"resuming {first.parent} at step {stopped}" in (first.parent / "train.log").read_text()
+  assert out.count("finished after") == 2
+  out, err = start(200).communicate(timeout=60)
+  assert out.count("finished before") == 2 and "started" not in out
+
+  file = tmp_path / "my_sweep.py"
+  file.write_text(SWEEP.replace("0.05]", '0.05], "data.source": ["tokens:nowhere"]'))
+  process = start(16)
+  out, err = process.communicate(timeout=100)
+  assert process.returncode == 1
+  assert "1 of 2 runs are not finished" in err and "nowhere" in out and "finished after" in out
+
+
+def wait_for(condition):
+  deadline = time.monotonic() + 60
+  while not (found := condition()):
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+  return found
