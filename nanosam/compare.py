@@ -149,6 +149,8 @@ def compare(
   groups.sort(key=lambda g: (g.label != baseline, g.mean))
   for group in groups:
     notes += _tuning_notes(group, tune)
+  if flattered := [g.label for g in groups if len(g.cells) > 1 and len(g.best.losses) > 1]:
+    notes.append(f"among the seeds averaged is the one tuned on: {', '.join(flattered)}")
   report = Report(view, baseline, budget, target, groups, notes)
   if base := report.group(baseline):
     notes += _seed_notes(groups)
@@ -311,9 +313,6 @@ def _tuning_notes(group: Group, tune: Sequence[str]) -> list[str]:
     notes.append(
       f"warning: {group.label}: its settings share no seed, so luck takes part in tuning"
     )
-  if len(seeds) > 1 and len(group.best.losses) > len(set.intersection(*seeds)) > 0:
-    tuned = ", ".join(str(seed) for seed, _ in sorted(set.intersection(*seeds)))
-    notes.append(f"{group.label}: tuned on seed {tuned}, which is also among those averaged")
   for cell in group.cells:
     if bad := [str(seed) for (seed, _), loss in cell.losses.items() if not math.isfinite(loss)]:
       where = ", ".join(f"{k}={_show(v)}" for k, v in cell.settings.items())

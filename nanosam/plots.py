@@ -1,6 +1,7 @@
 """Figures of comparisons, as SVG and PNG. Needs matplotlib: pip install -e '.[report]'"""
 
 import contextlib
+import functools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -61,8 +62,8 @@ def curves(
   with figure(path, 2, (9, 3.6)) as (left, right):
     for method, by_seed in runs.items():
       colour, marker = STYLES.get(method, OTHER)
-      x = next(iter(by_seed.values()))[0]
-      _band(left, x, np.stack([y for _, y in by_seed.values()]), colour, marker, method)
+      x = functools.reduce(np.intersect1d, (x for x, _ in by_seed.values()))
+      _band(left, x, np.stack([_at(c, x) for c in by_seed.values()]), colour, marker, method)
       common = [s for s in by_seed if s in runs.get(baseline, {})]
       if method == baseline or not common:
         continue

@@ -3,7 +3,9 @@
 python -m nanosam.train --config=configs/FILE.py[:k=v,...] [--config.KEY=VALUE ...]
 """
 
+import contextlib
 import dataclasses
+import math
 import pathlib
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ from nanosam.progress import Progress
 from nanosam.signals import StopRequest
 from nanosam.step import Trainer, TrainState
 from nanosam.validate import check_devices, validate
-from nanosam.writers import open_writers
+from nanosam.writers import METRICS_FILE, open_writers, read_metrics
 
 
 def main(argv: list[str]) -> None:
@@ -37,23 +39,28 @@ def main(argv: list[str]) -> None:
 
 def train(c: ml_collections.ConfigDict, stop: StopRequest) -> None:
   """Trains to the last step, from where the workdir stands; raises Interrupted if asked to stop."""
-  workdir = workdir_lib.create(c.workdir)
-  runtime.set_up_jax(c)
-  mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp)
-  check_devices(c, sharding.shards(mesh))
-  source = source_of(c.data)
-  source.check_length(
-    L=c.model.L, batch_size=c.batch_size, steps=c.opt.num_train_steps, repeat=c.data.repeat
-  )
-  run = Run(c, workdir, source, Trainer(c, source.tokenizer.vocab_size, mesh), stop)
-  if run.finished():
-    run.say(f"{workdir} is finished: {run.at.step} steps, eval loss {run.at.last_eval_loss:.4f}")
-    return
-  run.start()
-  run.loop()
-  run.close()
+  with stop.nothing_to_save():
+    workdir = workdir_lib.create(c.workdir)
+    workdir_lib.claim(workdir)
+    runtime.set_up_jax(c)
+    mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp)
+    check_devices(c, sharding.shards(mesh))
+    source = source_of(c.data)
+    source.check_length(
+      L=c.model.L, batch_size=c.batch_size, steps=c.opt.num_train_steps, repeat=c.data.repeat
+    )
+    run = Run(c, workdir, source, Trainer(c, source.tokenizer.vocab_size, mesh), stop)
+    if run.finished():
+      run.say(f"{workdir} is finished: {run.at.step} steps, eval loss {run.at.last_eval_loss:.4f}")
+      return
+    run.start()
+  try:
+    run.loop()
+  finally:
+    run.close()
   if not run.finished():
-    raise errors.Interrupted(f"stopped at step {run.at.step}; run the same command to resume")
+    again = "resume" if c.checkpoint else "start over (config.checkpoint is off)"
+    raise errors.Interrupted(f"stopped at step {run.at.step}; run the same command to {again}")
   run.say(f"finished: {workdir}")
 
 
@@ -67,12 +74,25 @@ class Pending(NamedTuple):
 
 @dataclasses.dataclass
 class Position:
-  """Where a run stands; saved with every checkpoint."""
+  """Where a run stands."""
 
   step: int = 0  # updates made
   evaluated: int = 0  # step of the last evaluation
-  best_eval_loss: float | None = None
-  last_eval_loss: float | None = None
+  last_eval_loss: float = math.nan
+  best_eval_loss: float = math.inf
+
+  def book(self, step: int, eval_loss: float) -> None:
+    self.evaluated, self.last_eval_loss = step, eval_loss
+    self.best_eval_loss = min(self.best_eval_loss, eval_loss)  # a NaN is never the best
+
+
+def position(workdir: pathlib.Path, step: int) -> Position:
+  """The position after `step` updates; the evaluations until then are those on record."""
+  at, path = Position(step), workdir / METRICS_FILE
+  for record in read_metrics(path) if path.exists() else []:
+    if "eval/loss" in record and record["step"] <= step:
+      at.book(record["step"], record["eval/loss"])
+  return at
 
 
 class Run:
@@ -110,7 +130,8 @@ class Run:
       if restored := self.checkpoints.restore_newest(self.trainer.abstract_state):
         self.stream.restore(restored.run["data"])
         self.say(f"resuming {self.workdir} at step {restored.step}")
-        return restored.state, Position(**restored.run["at"]), Cost(**restored.run["cost"])
+        at = position(self.workdir, restored.step)
+        return restored.state, at, Cost(**restored.run["cost"])
     return self.trainer.init(self.c.seed), Position(), Cost()
 
   def start(self) -> None:
@@ -158,11 +179,14 @@ class Run:
     self.spikes = watch.SpikeDetector(c.guard.spike)
     self.profiler = Profiler(self.workdir, c.profile_steps, say=self.say)
 
-  def finished(self) -> bool:
+  def at_end(self) -> bool:
     return self.at.step == self.c.opt.num_train_steps
 
+  def finished(self) -> bool:
+    return self.at_end() and self.at.evaluated == self.at.step
+
   def due(self, every: int) -> bool:
-    return self.at.step > 0 and (self.at.step % every == 0 or self.finished())
+    return self.at.step > 0 and (self.at.step % every == 0 or self.at_end())
 
   def loop(self) -> None:
     pending: Pending | None = None
@@ -198,6 +222,8 @@ class Run:
       self.say(f"warning: step {step}: {spike}")
     self.meter.step(int(metrics.pop("tokens")), self.flops[bool(metrics["opt/rho"] > 0)])
     if step % self.c.log_every_steps == 0 or step in (1, self.c.opt.num_train_steps):
+      if self.checkpoints:
+        self.checkpoints.check()  # a save that failed in the background
       values = {**metrics, **self.meter.read(), **self.data_metrics(pending.batch)}
       self.writers.write(step, values)
       self.progress.update(step, loss=loss, tokens_per_sec=values["perf/tokens_per_sec"])
@@ -221,13 +247,12 @@ class Run:
     evaluation = self.evaluator(self.state.params, stop=self.stop)
     if evaluation is None:  # interrupted: the same command evaluates at this step first
       return
-    at = self.at
-    at.evaluated, at.last_eval_loss = at.step, evaluation.loss
-    if at.best_eval_loss is None or not evaluation.loss >= at.best_eval_loss:
-      at.best_eval_loss = evaluation.loss
-    self.writers.write(at.step, {**evaluation.metrics(), **dataclasses.asdict(self.meter.cost)})
-    evaluation.save(self.workdir / "eval_sequences.npz", at.step)
-    self.say(f"step {at.step}  {evaluation}")
+    step = self.at.step
+    evaluation.save(self.workdir / "eval_sequences.npz", step)
+    # Last, since the record is what tells a restart that this evaluation is done.
+    self.writers.write(step, {**evaluation.metrics(), **dataclasses.asdict(self.meter.cost)})
+    self.at.book(step, evaluation.loss)
+    self.say(f"step {step}  {evaluation}")
 
   def save(self) -> None:
     if self.checkpoints is None or self.at.step in (0, *self.checkpoints.steps()):
@@ -236,7 +261,6 @@ class Run:
       self.at.step,
       self.state,
       run={
-        "at": dataclasses.asdict(self.at),
         "cost": dataclasses.asdict(self.meter.cost),
         "data": self.stream.state(),
       },
@@ -244,16 +268,16 @@ class Run:
     )
 
   def close(self) -> None:
-    self.profiler.close()
-    self.stream.close()
-    if self.checkpoints:
-      self.checkpoints.wait()
-      self.checkpoints.close()
-    best, last = self.at.best_eval_loss, self.at.last_eval_loss
-    if best is not None and last is not None:
-      self.writers.summary({"best_eval_loss": best, "last_eval_loss": last})
-    self.writers.close()
-    self.progress.close()
+    with contextlib.ExitStack() as stack:  # from the last to the first, even if one fails
+      stack.callback(self.progress.close)
+      stack.callback(self.writers.close)
+      if self.at.evaluated:
+        best, last = self.at.best_eval_loss, self.at.last_eval_loss
+        stack.callback(self.writers.summary, {"best_eval_loss": best, "last_eval_loss": last})
+      if self.checkpoints:
+        stack.callback(self.checkpoints.close)
+      stack.callback(self.stream.close)
+      stack.callback(self.profiler.close)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import pathlib
 import shlex
 import sys
 import time
+from typing import Any
 
 import paper_results
 import protocol
@@ -262,15 +263,15 @@ def section(
   if report is None:
     return [*lines, f"no finished runs yet; begin with `{command(lab, lab.stages[0])}`", ""]
   paper = paper_results.TABLES.get(lab.name, {}).get(setting.paper, {})
-  lines += table(report, paper, lab)
+  lines += table(report, paper)
   if missing := [m for m in lab.methods if not report.group(m)]:
     lines += [f"no finished runs yet: {', '.join(missing)} (`{command(lab, 'rho')}`)", ""]
   for title, extra in extras.items():
-    lines += [f"### {title}", "", *table(extra, {}, lab)]
-  return lines
+    lines += [f"### {title}", "", *table(extra, {})]
+  return lines + every_cell(report)
 
 
-def table(report: compare.Report, paper: dict[str, float | None], lab: Lab) -> list[str]:
+def table(report: compare.Report, paper: dict[str, float | None]) -> list[str]:
   interval = f"{CONFIDENCE:.0%} interval"
   head = ["method", "eval loss", "sd", "seeds", "minus AdamW", interval, "settings", "FLOPs"]
   if paper:
@@ -287,7 +288,7 @@ def table(report: compare.Report, paper: dict[str, float | None], lab: Lab) -> l
       str(len(g.best.losses)),
       f"{d.mean:+.4f}" if d else "",
       f"{i.low:+.4f} to {i.high:+.4f}" if i else "",
-      ", ".join(f"{k.split('.')[-1]} {v:g}" for k, v in g.best.settings.items()),
+      short(g.best.settings),
       f"{g.spent('compute') / base.spent('compute'):.2f}" if base else "",
     ]
     if paper:
@@ -298,6 +299,26 @@ def table(report: compare.Report, paper: dict[str, float | None], lab: Lab) -> l
   }
   lines += ["", *(f"The interval covers {what}." for what in sorted(covered))]
   return [*lines, *(f"- {note}" for note in report.notes), ""]
+
+
+def short(settings: dict[str, Any]) -> str:
+  names = {protocol.PEAK: "lr", protocol.DECAY: "wd", RHO: "rho", "opt.num_train_steps": "steps"}
+  return ", ".join(f"{names[key]} {value:g}" for key, value in settings.items())
+
+
+def every_cell(report: compare.Report) -> list[str]:
+  """All that was tried, not only what won."""
+  lines = [
+    "### every setting tried",
+    "",
+    "| method | settings | eval loss by seed |",
+    "|---|---|---|",
+  ]
+  for g in report.groups:
+    for cell in sorted(g.cells, key=lambda c: tuple(c.settings.values())):
+      losses = [f"{seed}: {loss:.4f}" for (seed, _), loss in cell.losses.items()]
+      lines.append(f"| {g.label} | {short(cell.settings)} | {', '.join(losses)} |")
+  return [*lines, ""]
 
 
 def _paper_cells(paper: dict[str, float | None], method: str) -> list[str]:

@@ -134,7 +134,12 @@ def _read(paths: Sequence[str]) -> Iterator[list[docstrings.Entry]]:
   shares = [paths[k::_READERS] for k in range(_READERS)]
   with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
     outputs = [
-      pool.submit(subprocess.check_output, command, input=json.dumps(share).encode())
+      pool.submit(
+        subprocess.check_output,
+        command,
+        input=json.dumps(share).encode(),
+        start_new_session=True,  # a ctrl-C is for us, who tell it in one line
+      )
       for share in shares
     ]
     parsed = [json.loads(output.result()) for output in outputs]

@@ -6,6 +6,7 @@ so several can read in parallel and start at once; hence the standard library al
 
 import ast
 import json
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -73,4 +74,5 @@ def _topics(tree: ast.Module) -> list[list[Entry]]:
 
 
 if __name__ == "__main__":
+  signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends without a word when nobody listens any more
   json.dump([module_documents(path) for path in json.load(sys.stdin)], sys.stdout)

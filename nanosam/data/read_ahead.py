@@ -1,6 +1,10 @@
 """Reading ahead with Grain, and what streams have in common."""
 
+import os
 import pickle
+import signal
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -30,7 +34,20 @@ def read_ahead(source: RandomAccess, *, workers: int, prefetch: int) -> grain.Da
   ahead = grain.MultiprocessingOptions(
     num_workers=workers, per_worker_buffer_size=max(-(-prefetch // workers), 1)
   )
-  return iter(pickled.mp_prefetch(ahead).map(pickle.loads))
+  return iter(pickled.mp_prefetch(ahead, _settle_worker).map(pickle.loads))
+
+
+def _settle_worker(index: int, count: int) -> None:
+  """A worker ends with its parent: not before, on a ctrl-C that reaches them all, and not after."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  parent = os.getppid()
+
+  def watch() -> None:
+    while os.getppid() == parent:
+      time.sleep(1)
+    os._exit(1)
+
+  threading.Thread(target=watch, daemon=True).start()
 
 
 def check_fingerprint(state: Mapping[str, Any], fingerprint: str) -> None:
