@@ -168,6 +168,7 @@ def print_costs(lab: Lab, stages: list[str], args: argparse.Namespace) -> None:
   print(_cost_line(f"{len(sums)} different runs", tokens, cost, peak))
   if peak:
     print(f"hours of one {DEVICES[args.device]} at {args.utilization:.0%} of its peak")
+  print("FLOPs are those executed, recomputation (model.remat) included")
   print("settings that a stage still has to tune are placeholders, which cost the same")
 
 

@@ -57,7 +57,7 @@ def test_arguments_of_the_file():
     (["--config.opt.peak_learning_rate=fast"], ["float"]),
     (["--config.opt=3"], ["opt"]),
     (["--config.model.H=7"], ["model.D=64", "model.H=7"]),
-    (["--config.grad_accumulation_steps=5"], ["batch_size=32", "grad_accumulation_steps=5"]),
+    (["--config.grad_accumulation_steps=5"], ["batch_size=16", "grad_accumulation_steps=5"]),
     (["--config.opt.warmup_steps=601"], ["warmup_steps=601", "num_train_steps=600"]),
     (["--config.opt.decay_type=cosin"], ["cosine"]),
     (["--config.opt.base=adam"], ["adamw"]),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -239,15 +240,13 @@ def test_real_documents_round_trip_and_do_not_cross_the_split(built):
 
 
 def test_damaged_cache_is_refused(built, tmp_path):
-  path = next(built[0].iterdir())
-  tokens = path / "train-00000.tokens"
+  shutil.copytree(built[0], tmp_path / "cache")  # others may read the first through a memory map
+  (store,) = (tmp_path / "cache").iterdir()
+  tokens = store / "train-00000.tokens"
   data = tokens.read_bytes()
-  try:
-    tokens.write_bytes(data[:1000] + b"\xff" + data[1001:])
-    with pytest.raises(UserError, match=r"train-00000\.tokens .* delete the directory"):
-      open_source("embedded", vocab_size=4096, cache_dir=str(built[0]))
-  finally:
-    tokens.write_bytes(data)
+  tokens.write_bytes(data[:1000] + b"\xff" + data[1001:])
+  with pytest.raises(UserError, match=r"train-00000\.tokens .* delete the directory"):
+    open_source("embedded", vocab_size=4096, cache_dir=str(tmp_path / "cache"))
 
 
 @pytest.mark.full

@@ -80,7 +80,7 @@ def test_stages_build_on_each_other(tmp_path):
 
 
 def test_half_as_many_steps_cost_the_same(tmp_path):
-  it = lab(tmp_path, dry=True)
+  it = lab(tmp_path, dry=True, methods=("adamw", "sam", "momentum_func_sam"))
   lengths = it.equal_compute(it.settings[0])
   assert lengths["adamw"] == {"opt.num_train_steps": 2400, "opt.warmup_steps": 240}
   assert lengths["sam"] == {"opt.num_train_steps": 600, "opt.warmup_steps": 60}
@@ -88,7 +88,7 @@ def test_half_as_many_steps_cost_the_same(tmp_path):
 
 
 def test_report_of_made_up_runs(tmp_path, capsys):
-  it = lab(tmp_path)
+  it = lab(tmp_path, methods=("adamw", "sam", "precond_func_sam"))
   with pytest.raises(UserError, match=r"has no finished runs .* --stage=baseline"):
     reproduce.write_report(it, ["reproduce.py"])
   fill(tmp_path, it.stage("baseline"), loss)
@@ -128,7 +128,7 @@ def test_dry_run_costs(capsys, tmp_path):
   tokens, cost, hours = map(float, sam[1:4])
   assert tokens == pytest.approx(10_000 * 256 * 512, rel=1e-2)
   assert hours == pytest.approx(cost / (0.5 * 197e12) / 3600, rel=1e-2)
-  assert "5 different runs" in lines[-3]
+  assert "5 different runs" in lines[-4]
   with pytest.raises(UsageError, match="has the stages rho, seeds"):
     reproduce.main(
       ["reproduce.py", "table2", "--scale=paper", f"--out={tmp_path}", "--stage=factors"]
