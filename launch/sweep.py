@@ -7,7 +7,8 @@ name with a hash of all settings that matter: the same run has the same place in
 output goes to OUT/ID/train.log. One run at a time has all devices; `--jobs=4` trains four at a
 time, and with CUDA_VISIBLE_DEVICES=0,1,2,3 gives each its share of them.
 
-ctrl-C (or SIGTERM) is passed on: the runs save and stop, and the same command goes on from there.
+ctrl-C (or SIGTERM, or a terminal that closes) is passed on: the runs save and stop, and the same
+command goes on from there. Under nohup a closed terminal changes nothing.
 Exit 0: all finished. 75: interrupted. 1: some run failed or diverged; the others were still made.
 """
 
@@ -29,6 +30,12 @@ LOG_FILE = "train.log"
 # Outcomes of one sweep over a run, beside a run's own states.
 SKIPPED, FAILED, INTERRUPTED, WAITING = "finished before", "failed", "interrupted", "not started"
 
+# What asks us to stop, and how the runs are told; SIGHUP is a terminal that closes.
+STOPPING = {
+  signal.SIGINT: signal.SIGINT,
+  signal.SIGTERM: signal.SIGTERM,
+  signal.SIGHUP: signal.SIGTERM,
+}
 Say = Callable[[str], None]
 
 
@@ -38,14 +45,15 @@ class Local:
   def __init__(self, jobs: int, say: Say):
     self._jobs, self._say = jobs, say
     self._active: dict[int, tuple[Planned, subprocess.Popen[bytes], float]] = {}  # by slot
-    self._signals: list[int] = []  # received
+    self._signals: list[signal.Signals] = []  # received
     self._passed = 0  # how many of them the runs have been sent
 
   def __call__(self, todo: Sequence[Planned]) -> dict[str, str]:
     """Trains every run; what became of each, by id."""
     outcomes = {run.id: WAITING for run in todo}
     waiting = list(todo)
-    previous = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+    heard = [s for s in STOPPING if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    previous = {s: signal.signal(s, self._note) for s in heard}
     try:
       while self._active or (waiting and not self._signals):
         for slot in range(self._jobs):
@@ -86,7 +94,7 @@ class Local:
     return outcomes
 
   def _note(self, number: int, _: Any) -> None:
-    self._signals.append(number)  # and no more: a run may be just about to start
+    self._signals.append(signal.Signals(number))  # and no more: a run may be just about to start
 
   def _pass_on(self) -> None:
     for number in self._signals[self._passed :]:
@@ -94,7 +102,7 @@ class Local:
         self._say("stopping: the runs under way save first; ctrl-C again leaves at once")
       self._passed += 1
       for _, process, _ in self._active.values():
-        process.send_signal(number)
+        process.send_signal(STOPPING[number])
 
 
 def share_of_devices(slot: int, jobs: int, environment: Any) -> dict[str, str]:

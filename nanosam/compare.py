@@ -169,23 +169,24 @@ def compare(
   return report
 
 
-def settings(run: Run) -> dict[str, Any]:
-  """What is compared of a run's settings; those that follow another, in proportion to it."""
-  values = {k: v for k, v in run.keys.items() if k not in NOT_COMPARED}
-  for key, leader in FOLLOWS.items():
-    if run.keys.get(leader) and key in values:
-      values[key] = round(run.keys[key] / run.keys[leader], 3)
-  if "opt.perturbed_dtype" in values:
-    values["opt.perturbed_dtype"] = run.keys["opt.perturbed_dtype"] == run.keys["model.dtype"]
-  return values
-
-
 def differing_keys(a: Run, b: Run, varied: Iterable[str]) -> list[str]:
   """Settings, beyond `varied` and the seeds, in which two runs differ; a setting that one of the
   methods does not have is none."""
-  one, other = settings(a), settings(b)
-  common = one.keys() & other.keys() - {*varied, *REPLICATE}
-  return sorted(k for k in common if one[k] != other[k])
+  common = a.keys.keys() & b.keys.keys() - {*varied, *REPLICATE, *NOT_COMPARED}
+  return sorted(k for k in common if a.keys[k] != b.keys[k] and not _follows(a.keys, b.keys, k))
+
+
+def _follows(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> bool:
+  """Whether a key differs only as its leader does: counts of steps to the nearest, or next."""
+  if key == "opt.perturbed_dtype":
+    return a[key] == a["model.dtype"] and b[key] == b["model.dtype"]
+  leader = FOLLOWS.get(key)
+  if leader is None or a[leader] == b[leader]:
+    return False
+  small, large = sorted((a, b), key=lambda keys: keys[leader])
+  expected = large[key] * small[leader] / large[leader]
+  tolerance = 1 if isinstance(small[key], int) else 1e-6 * abs(expected)
+  return abs(small[key] - expected) <= tolerance
 
 
 def check_comparable(runs: Sequence[Run], varied: Iterable[str]) -> None:

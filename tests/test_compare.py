@@ -148,6 +148,17 @@ def test_what_follows_a_compared_key_is_no_difference(tmp_path):
   assert compare.compare(read(tmp_path), tune=tune).groups[0].mean == pytest.approx(3.4)
 
 
+@pytest.mark.parametrize("steps, warmup", [(655, 66), (641, 64), (6, 1), (6, 0), (2400, 240)])
+def test_a_warmup_in_proportion_follows_whatever_the_rounding(tmp_path, steps, warmup):
+  write_run(tmp_path, "adamw", 1)  # 120 of 1200
+  write_run(tmp_path, "sam", 1, keys={"opt.num_train_steps": steps, "opt.warmup_steps": warmup})
+  assert len(compare.compare(read(tmp_path), tune=["opt.num_train_steps"]).groups) == 2
+  keys = {"opt.num_train_steps": 601, "opt.warmup_steps": 90}
+  write_run(tmp_path, "func_sam", 1, keys=keys)
+  with pytest.raises(UsageError, match=r"opt\.warmup_steps"):
+    compare.compare(read(tmp_path), tune=["opt.num_train_steps"])
+
+
 def test_half_written_diverged_and_damaged_runs_each_have_a_line(tmp_path):
   good = write_run(tmp_path, "adamw", 1)
   half = write_run(tmp_path, "adamw", 2, curve={300: 4.0, 400: 3.9})

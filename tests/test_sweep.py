@@ -91,11 +91,18 @@ def start(tmp_path, cache):
     environment = {**os.environ, "NANOSAM_CACHE": str(cache), "JAX_PLATFORMS": "cpu"}
     environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
     pipe = subprocess.PIPE
-    return subprocess.Popen(
+    process = subprocess.Popen(
       [*command, *words], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True
     )
+    started.append(process)
+    return process
 
-  return start
+  started = []
+  yield start
+  for process in started:  # of a test that failed on the way
+    if process.poll() is None:
+      process.terminate()
+      process.communicate(timeout=100)
 
 
 def test_dry_run_prints_commands_and_makes_nothing(start, tmp_path):
@@ -111,7 +118,7 @@ def test_a_sweep_end_to_end(start, tmp_path):
   first = wait_for(lambda: next((tmp_path / "out").glob("sam-*/metrics.jsonl"), None))
   wait_for(lambda: read_metrics(first))
   process.send_signal(signal.SIGINT)
-  out, err = process.communicate(timeout=60)
+  out, err = process.communicate(timeout=200)
   assert process.returncode == 75, err
   assert "stopped with 0 of 2 runs finished; go on with: python launch/sweep.py" in err
   assert "not started" in out and "interrupted" in out
@@ -119,7 +126,7 @@ def test_a_sweep_end_to_end(start, tmp_path):
   assert 0 < stopped < 200
 
   process = start(200)
-  out, err = process.communicate(timeout=200)
+  out, err = process.communicate(timeout=400)
   assert process.returncode == 0, out + err
   assert f"resuming {first.parent} at step {stopped}" in (first.parent / "train.log").read_text()
   assert out.count("finished after") == 2
@@ -129,13 +136,13 @@ def test_a_sweep_end_to_end(start, tmp_path):
   file = tmp_path / "my_sweep.py"
   file.write_text(SWEEP.replace("0.05]", '0.05], "data.source": ["tokens:nowhere"]'))
   process = start(16)
-  out, err = process.communicate(timeout=100)
+  out, err = process.communicate(timeout=300)
   assert process.returncode == 1
   assert "1 of 2 runs are not finished" in err and "nowhere" in out and "finished after" in out
 
 
 def wait_for(condition):
-  deadline = time.monotonic() + 60
+  deadline = time.monotonic() + 200
   while not (found := condition()):
     assert time.monotonic() < deadline
     time.sleep(0.05)
