@@ -1,4 +1,7 @@
-"""Figures of comparisons, as SVG and PNG. Needs matplotlib: pip install -e '.[report]'"""
+"""Figures, as SVG and PNG. Needs matplotlib: pip install -e '.[report]'
+
+python -m nanosam.plots --workdir=DIR --out=FILE draws the loss curve of a run.
+"""
 
 import contextlib
 import functools
@@ -8,7 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanosam import errors
+from nanosam.data.command import Parser
 from nanosam.errors import UserError
+from nanosam.workdir import read_config
+from nanosam.writers import METRICS_FILE, read_metrics
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; markers for print.
 STYLES = {
@@ -134,3 +141,30 @@ def differences(path: pathlib.Path, rows: Sequence[Row], confidence: float) -> N
     ax.set_ylim(len(rows) - 0.5, -0.5)
     cross = "; x: the paper" if any(row.paper is not None for row in rows) else ""
     ax.set_xlabel(f"eval loss minus adamw, {confidence:.0%} interval (left is better){cross}")
+
+
+def run_curve(path: pathlib.Path, workdir: pathlib.Path) -> None:
+  """Training and eval loss of one run over its steps."""
+  records = read_metrics(workdir / METRICS_FILE)
+  with figure(path, panels=1, size=(6.4, 3.6)) as (ax,):
+    for name, label, style in (
+      ("train/loss", "training", dict(color="#56B4E9", linewidth=1)),
+      ("eval/loss", "eval", dict(color="#000000", marker="o", markersize=4)),
+    ):
+      points = [(r["step"], r[name]) for r in records if name in r]
+      ax.plot(*zip(*points, strict=True), label=label, **style)
+    ax.set(xlabel="step", ylabel="loss (nats per token)")
+    ax.legend()
+
+
+def main(argv: list[str]) -> None:
+  p = Parser("nanosam.plots", "Draws the loss curve of a run.")
+  p.add_argument("--workdir", type=pathlib.Path, required=True)
+  p.add_argument("--out", type=pathlib.Path, required=True, help="without .svg and .png")
+  args = p.parse_args(argv[1:])
+  read_config(args.workdir)  # says so if there is no run
+  run_curve(args.out, args.workdir)
+
+
+if __name__ == "__main__":
+  errors.run(main)
