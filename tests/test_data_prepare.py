@@ -322,7 +322,10 @@ def test_one_big_file_keeps_all_workers_busy(tmp_path, inputs):
   process = start(*args, f"--output={tmp_path / 'x'}", "--workers=2")
   at_once = 0
   while process.poll() is None:
-    begun = list(tmp_path.glob("x/unfinished/*/train-00000.tokens.partial"))
+    try:
+      begun = list(tmp_path.glob("x/unfinished/*/train-00000.tokens.partial"))
+    except FileNotFoundError:  # a folder went away while it was being listed
+      continue
     # A listing takes time; those of it that are still there afterwards were there together.
     at_once = max(at_once, sum(path.exists() for path in begun))
   assert process.returncode == 0, process.communicate()

@@ -39,7 +39,7 @@ def judge(guard: Any, estimated: Estimate, counts: Counts) -> Verdict:
   unperturbed = estimated.metrics.get(NO_PERTURBATION, jnp.ones(())) > 0
   loss = estimated.metrics.get("train/loss", jnp.zeros(()))
   loss_perturbed = estimated.metrics.get("train/loss_perturbed", jnp.zeros(()))
-  norms = _norms(estimated.gradient)
+  norms = norms_by_group(estimated.gradient)
   good = jnp.isfinite(optax.tree.norm(norms)) & jnp.isfinite(loss_perturbed)
   first_good = jnp.isfinite(loss) & (good | ~unperturbed)
   second_bad = first_good & ~good
@@ -48,7 +48,7 @@ def judge(guard: Any, estimated: Estimate, counts: Counts) -> Verdict:
     gradient = jax.tree.map(
       lambda x, plain: jnp.where(second_bad, plain, x), gradient, estimated.plain
     )
-    norms, accept = _norms(gradient), first_good
+    norms, accept = norms_by_group(gradient), first_good
   counts = Counts(
     counts.nonfinite + ~first_good,
     counts.perturbed_nonfinite + second_bad,
@@ -68,5 +68,5 @@ def must_abort(guard: Any, counts: Any) -> Any:
   )
 
 
-def _norms(gradient: Params) -> dict[str, jax.Array]:
+def norms_by_group(gradient: Params) -> dict[str, jax.Array]:
   return {group: optax.tree.norm(part) for group, part in gradient.items()}
