@@ -20,18 +20,18 @@ reached, read off the eval curves. A curve read before its end is in mid-schedul
 learning rate is still high: for a fair race train with a schedule for that budget.
 """
 
-import argparse
 import collections
 import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from nanosam import config as config_lib
 from nanosam import errors, paired
+from nanosam.command import Parser
 from nanosam.errors import UsageError, UserError
 from nanosam.runs import DIVERGED, FINISHED, Run, find_runs
 
@@ -408,14 +408,8 @@ def _row(g: Group) -> list[str]:
   ]
 
 
-class _Arguments(argparse.ArgumentParser):
-  def error(self, message: str) -> NoReturn:
-    raise UsageError(f"{message}; python -m nanosam.compare --help shows what there is")
-
-
 def main(argv: list[str]) -> None:
-  p = _Arguments("python -m nanosam.compare", description=__doc__, allow_abbrev=False)
-  p.formatter_class = argparse.RawDescriptionHelpFormatter
+  p = Parser("python -m nanosam.compare", __doc__)
   p.add_argument("folders", nargs="+", metavar="DIR", help="workdirs, or folders that hold them")
   p.add_argument("--by", default="opt.method", help="keys that make groups")
   p.add_argument("--tune", default="", help="keys of which each group takes its best value")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanosam import errors
-from nanosam.data.command import Parser
+from nanosam.command import Parser
 from nanosam.errors import UserError
 from nanosam.workdir import read_config
 from nanosam.writers import METRICS_FILE, read_metrics
@@ -158,7 +158,7 @@ def run_curve(path: pathlib.Path, workdir: pathlib.Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-  p = Parser("nanosam.plots", "Draws the loss curve of a run.")
+  p = Parser("python -m nanosam.plots", "Draws the loss curve of a run.")
   p.add_argument("--workdir", type=pathlib.Path, required=True)
   p.add_argument("--out", type=pathlib.Path, required=True, help="without .svg and .png")
   args = p.parse_args(argv[1:])

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import sentencepiece
 
+from nanosam.command import Parser
 from nanosam.data import corpus, formats
-from nanosam.data.command import Parser
 from nanosam.data.inputs import expand
 from nanosam.data.pipeline import open_source
 from nanosam.data.tokenizer import train_tokenizer
@@ -31,7 +31,7 @@ _WATCH_SECONDS = 0.05
 
 
 def main(argv: list[str]) -> None:
-  p = Parser("nanosam.data.benchmark", "Measures the data path.")
+  p = Parser("python -m nanosam.data.benchmark", "Measures the data path.")
   p.add_argument("--input", metavar="GLOB", help="files of text; none: the embedded corpus")
   p.add_argument("--tokenizer", metavar="FILE", help="with --input")
   p.add_argument("--text_field", default="text")
