@@ -20,6 +20,7 @@ import sentencepiece
 
 from nanosam.command import Parser
 from nanosam.data import corpus, formats
+from nanosam.data.batch import Reading
 from nanosam.data.inputs import expand
 from nanosam.data.pipeline import open_source
 from nanosam.data.tokenizer import train_tokenizer
@@ -130,16 +131,8 @@ class Bench:
 
   def _read(self, kind: str, workers: int) -> float:
     source = open_source(f"{kind}:{self._stores[0]}", vocab_size=0, cache_dir="")
-    stream = source.train_stream(
-      L=_LENGTH,
-      batch_size=_BATCH_SIZE,
-      rows=range(_BATCH_SIZE),
-      data_seed=0,
-      repeat=True,
-      mask_documents=False,
-      workers=workers,
-      prefetch=4,
-    )
+    everything = range(_BATCH_SIZE)
+    stream = source.train_stream(Reading(_LENGTH, _BATCH_SIZE, everything, workers=workers))
     next(stream)  # with the workers' start
     started = time.perf_counter()
     for _ in range(_BATCHES[kind]):
