@@ -28,7 +28,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from nanosam import compare, flops, runs, sharding, sweep
+from nanosam import comparable, compare, flops, runs, sharding, sweep
 from nanosam import config as config_lib
 from nanosam.data.pipeline import open_source
 from nanosam.errors import UserError
@@ -183,7 +183,7 @@ class Lab:
       run
       for run in self.found[0]
       if (like := wanted.get(run.keys["opt.method"]))
-      and not compare.differing_keys(run, like, TUNED)
+      and not comparable.differing_keys(run, like, TUNED)
       and run.keys["data.source"] == like.keys["data.source"]
     ]
 
