@@ -65,12 +65,38 @@ def check_comparable(runs: Sequence[Run], varied: Iterable[str]) -> None:
 
 
 def _check_same_data(a: Run, b: Run) -> None:
+  if what := _data_difference(a, b):
+    raise UsageError(f"{a.path} and {b.path} {what}")
+
+
+def _data_difference(a: Run, b: Run) -> str:
   for name, what in (("data", "data"), ("eval_set", "eval set")):
     one, other = a.environment.get(name), b.environment.get(name)
     if one != other:
-      raise UsageError(
-        f"{a.path} and {b.path} have different {what}: {one} and {other}; their losses do not "
-        "compare. Train them again on the same"
+      return (
+        f"have different {what}: {one} and {other}; their losses do not compare. Train them again "
+        "on the same"
       )
   if a.state == b.state == FINISHED and not np.array_equal(a.weight_R, b.weight_R):
-    raise UsageError(f"{a.path} and {b.path} were evaluated on different sequences; evaluate again")
+    return "were evaluated on different sequences; evaluate again"
+  return ""
+
+
+def families(runs: Iterable[Run], varied: Iterable[str]) -> list[list[Run]]:
+  """Sorts runs so that those of one family may be compared, whatever their `varied` keys.
+
+  A run that lacks some settings (adamw perturbs nothing) belongs to every family it agrees with.
+  """
+  varied = set(varied)
+  found: list[list[Run]] = []
+  for run in sorted(runs, key=lambda r: -len(r.keys)):
+    mine = [
+      family
+      for family in found
+      if not any(differing_keys(run, x, varied) or _data_difference(run, x) for x in family)
+    ]
+    for family in mine:
+      family.append(run)
+    if not mine:
+      found.append([run])
+  return found

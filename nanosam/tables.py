@@ -95,18 +95,13 @@ def cells(report: Mapping[str, Any]) -> Table:
   return Table(["method", "settings", "eval loss by seed"], rows)
 
 
-def plain(table: Table) -> list[str]:
-  """Lines for a terminal; numbers stand to the right."""
-  columns = list(zip(table.head, *table.rows, strict=True))
-  widths = [max(map(len, column)) for column in columns]
-  left = [not any(_is_number(x) for x in column) for column in columns]
-  return [
-    "  ".join(
-      f"{x:<{w}}" if is_left else f"{x:>{w}}"
-      for x, w, is_left in zip(row, widths, left, strict=True)
-    ).rstrip()
-    for row in (table.head, *table.rows)
-  ]
+def numeric_columns(table: Table) -> list[bool]:
+  """Which columns hold numbers, and so stand to the right."""
+  return [any(map(_is_number, column)) for column in _columns(table)]
+
+
+def _columns(table: Table) -> list[tuple[str, ...]]:
+  return list(zip(table.head, *table.rows, strict=True))
 
 
 def _is_number(text: str) -> bool:
@@ -115,6 +110,19 @@ def _is_number(text: str) -> bool:
   except ValueError:
     return False
   return True
+
+
+def plain(table: Table) -> list[str]:
+  """Lines for a terminal."""
+  widths = [max(map(len, column)) for column in _columns(table)]
+  right = numeric_columns(table)
+  return [
+    "  ".join(
+      f"{x:>{w}}" if is_right else f"{x:<{w}}"
+      for x, w, is_right in zip(row, widths, right, strict=True)
+    ).rstrip()
+    for row in (table.head, *table.rows)
+  ]
 
 
 def markdown(table: Table) -> list[str]:
