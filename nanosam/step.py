@@ -13,7 +13,14 @@ from nanosam import sharding
 from nanosam.data.batch import Batch
 from nanosam.model import ModelConfig, Params, Transformer
 from nanosam.optim import base, guard, registry
-from nanosam.optim.gradient import Estimate, Method, Metrics, estimate, estimate_by_group
+from nanosam.optim.gradient import (
+  Estimate,
+  Method,
+  Metrics,
+  cosine,
+  estimate,
+  estimate_by_group,
+)
 from nanosam.optim.passes import Hidden, Net, Passes
 
 
@@ -108,7 +115,7 @@ class Trainer:
       **{f"grad_norm/{group}": norm for group, norm in verdict.norms.items()},
     }
     if self.config.opt.log_gradient_cosine and estimated.plain is not None:
-      metrics["opt/gradient_cosine"] = _cosine(verdict.gradient, estimated.plain)
+      metrics["opt/gradient_cosine"] = cosine(verdict.gradient, estimated.plain)
     return TrainState(state.step + 1, params, opt_state, verdict.counts), metrics
 
   def _estimate(self, state: TrainState, batch: Batch) -> tuple[Estimate, jax.Array | float]:
@@ -138,7 +145,3 @@ class Trainer:
       out_shardings = (self.state_shardings, sharding.replicated(self.mesh))
       step = jax.jit(self.update, donate_argnums=0, out_shardings=out_shardings)
       return step.trace(self.abstract_state, self.abstract_batch())
-
-
-def _cosine(a: Params, b: Params) -> jax.Array:
-  return optax.tree.vdot(a, b) / optax.tree.norm(a) / optax.tree.norm(b)

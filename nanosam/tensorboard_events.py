@@ -74,5 +74,5 @@ class TensorBoardWriter:
   def summary(self, values: Mapping[str, float]) -> None:
     """TensorBoard has no notion of one value for a whole run."""
 
-  def close(self) -> None:
+  def close(self, exit_code: int = 0) -> None:
     os.close(self._fd)

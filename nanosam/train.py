@@ -54,10 +54,12 @@ def train(c: ml_collections.ConfigDict, stop: StopRequest) -> None:
       run.say(f"{workdir} is finished: {run.at.step} steps, eval loss {run.at.last_eval_loss:.4f}")
       return
     run.start()
+  exit_code = errors.UserError.exit_code
   try:
     run.loop()
+    exit_code = 0 if run.finished() else errors.Interrupted.exit_code
   finally:
-    run.close()
+    run.close(exit_code)
   if not run.finished():
     again = "resume" if c.checkpoint else "start over (config.checkpoint is off)"
     raise errors.Interrupted(f"stopped at step {run.at.step}; run the same command to {again}")
@@ -269,10 +271,10 @@ class Run:
       eval_loss=self.at.last_eval_loss if self.at.evaluated == self.at.step else None,
     )
 
-  def close(self) -> None:
+  def close(self, exit_code: int) -> None:
     with contextlib.ExitStack() as stack:  # from the last to the first, even if one fails
       stack.callback(self.progress.close)
-      stack.callback(self.writers.close)
+      stack.callback(self.writers.close, exit_code)
       if self.at.evaluated:
         best, last = self.at.best_eval_loss, self.at.last_eval_loss
         stack.callback(self.writers.summary, {"best_eval_loss": best, "last_eval_loss": last})

@@ -27,6 +27,7 @@ def settings(method, **changes):
   defaults = dict(
     method=method, base="adamw", b1=0.9, b2=0.98, eps=1e-9, phi=math.pi / 4, angle_form="exact",
     precond_variant="post", precond_power=1.0, asam_eta=0.01, momentum_sign=1.0,
+    perturbed_dtype="float32",
   )  # fmt: skip
   return SimpleNamespace(**defaults | changes)
 
