@@ -310,7 +310,10 @@ def text(report: Report) -> str:
   unit = {"steps": "steps", "compute": "FLOPs", "time": "s"}[report.view]
   where = "after the last step" if report.budget is None else f"at {report.budget:.4g} {unit}"
   found = report.to_json()
-  lines = [f"eval loss {where}", *tables.plain(tables.comparison(found))]
+  head, rows = tables.comparison(found)
+  to_target = [tables.number(g["to_target"], ".4g", "never") for g in found["groups"]]
+  rows = [[*row, target] for row, target in zip(rows, to_target, strict=True)]
+  lines = [f"eval loss {where}", *tables.plain(tables.Table([*head, "to target"], rows))]
   lines += [f"the interval covers {what}" for what in tables.covered(found)]
   if report.target is not None:
     lines.append(f"to target: {unit} until eval loss {report.target:.4f}")

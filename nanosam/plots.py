@@ -38,7 +38,7 @@ STYLES = {
 }
 OTHER = (PINK, "X")
 # What each colour is on a dark page, where it differs.
-DARK = {INK: "#f0f0f0", MUTED: "#a0a0a0", GRID: "#3a3a3a", BLUE: "#4da3e0", BROWN: "#c49a8f"}
+DARK = {INK: "#f0f0f0", MUTED: "#a0a0a0", GRID: "#3a3a3a", BLUE: "#8aa6ff", BROWN: "#c49a8f"}
 SETTINGS: Any = {
   "axes.spines.top": False,
   "axes.spines.right": False,
@@ -99,7 +99,7 @@ def gaps(
 ) -> None:
   with figure(target, 1, ONE_PANEL) as (ax,):
     _draw_gaps(ax, runs, baseline, x_label)
-    ax.legend()
+    _legend_above(ax)
 
 
 def _draw_losses(ax: Any, runs: Mapping[str, Mapping[Any, Curve]], x_label: str) -> None:
@@ -166,7 +166,12 @@ def loss_against_rho(
     ax.axhline(baseline, color=INK, linestyle="--", linewidth=1, label="adamw")
     ax.set_xscale("log")
     ax.set(xlabel="rho, the length of the perturbation", ylabel="eval loss")
-    ax.legend()
+    _legend_above(ax)
+
+
+def _legend_above(ax: Any) -> None:
+  """Where it hides nothing."""
+  ax.figure.legend(loc="outside upper center", ncols=3)
 
 
 def _draw_points(ax: Any, points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
@@ -176,22 +181,31 @@ def _draw_points(ax: Any, points: Mapping[str, Sequence[tuple[float, float]]]) -
     ax.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.2, label=method)
 
 
-def taus(target: Target, runs: Mapping[str, Mapping[Any, Curve]]) -> None:
-  """`runs[name][seed]` = (step, share of the second-order change of the gradient)."""
-  looks = {"logit": (BLUE, "o"), "func": (ORANGE, "s"), "cross": (GREEN, "^")}
-  with figure(target, 1, ONE_PANEL) as (ax,):
-    for name, by_seed in runs.items():
-      _band(ax, *mean_curve(by_seed), name, looks[name])
-    ax.axhline(0, color=INK, linewidth=1)
-    ax.set(xlabel="steps", ylabel="tau")
-    ax.legend()
+TAU_STYLES = {"logit": (RED, "s"), "func": (BLUE, "v"), "cross": (INK, "o")}
 
 
-def pruning(target: Target, points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-  """`points[method]` = (share of the weights set to zero, eval loss)."""
+def taus(target: Target, runs: Mapping[str, Mapping[str, Curve]]) -> None:
+  """`runs[label][logit|func|cross]` = (step, tau): a panel per run."""
+  with figure(target, len(runs), (1.2 + 3.7 * len(runs), 3.4)) as axes:
+    for ax, (label, series) in zip(axes, runs.items(), strict=True):
+      for name, (steps, values) in series.items():
+        _band(ax, steps, values[None], name, TAU_STYLES[name])
+      ax.axhline(0, color=MUTED, linewidth=0.8)
+      ax.set(xlabel="step", title=label)
+    axes[0].set_ylabel("share of the sharpness gradient")
+    axes[-1].legend()
+
+
+def pruning(target: Target, runs: Sequence[Mapping[str, Any]]) -> None:
+  """Eval loss by sparsity; `runs` as in prune.json. Of one method's runs the mean and the range."""
+  by_method: dict[str, list[Any]] = {}
+  for run in runs:
+    by_method.setdefault(run["method"], []).append([p["loss"] for p in run["points"]])
+  x = np.array([100 * p["sparsity"] for p in runs[0]["points"]])
   with figure(target, 1, ONE_PANEL) as (ax,):
-    _draw_points(ax, points)
-    ax.set(xlabel="sparsity", ylabel="eval loss")
+    for method, losses in by_method.items():
+      _band(ax, x, np.array(losses), method)
+    ax.set(xlabel="weights set to zero (%)", ylabel="eval loss")
     ax.legend()
 
 

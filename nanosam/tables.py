@@ -52,7 +52,7 @@ def comparison(report: Mapping[str, Any], paper: Mapping[str, float | None] | No
   baseline = report["baseline"]
   base = next((g for g in report["groups"] if g["label"] == baseline), None)
   by = ", ".join(k.split(".")[-1] for k in report["groups"][0]["keys"])
-  head = [by, "eval loss", "sd", "seeds", f"minus {baseline}", "interval", "FLOPs", "to target"]
+  head = [by, "eval loss", "sd", "seeds", f"minus {baseline}", "interval", "FLOPs"]
   head += ["settings", *(["paper", f"paper minus {baseline}"] if paper else [])]
   rows = []
   for g in report["groups"]:
@@ -66,7 +66,6 @@ def comparison(report: Mapping[str, Any], paper: Mapping[str, float | None] | No
       number(g["difference"], "+.4f"),
       f"{i['low']:+.4f} to {i['high']:+.4f}" if i else "",
       number(ratio, ".2f"),
-      number(g["to_target"], ".4g", "never"),
       settings(g["best"]),
     ]
     rows.append(row + (_published(paper, g["label"], baseline) if paper else []))

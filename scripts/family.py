@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import measured
 import numpy as np
 from page import Block, Figure, Figures, Folded, Grid, Items, Section, Text
 
@@ -18,8 +19,8 @@ from nanosam.runs import Run
 from nanosam.tables import Table
 from nanosam.writers import METRICS_FILE, read_metrics
 
-RHO = "opt.rho"
-TUNED = ("opt.peak_learning_rate", "opt.weight_decay", RHO, "opt.rho_schedule")
+RHO, SCHEDULE = "opt.rho", "opt.rho_schedule"
+TUNED = ("opt.peak_learning_rate", "opt.weight_decay", RHO, SCHEDULE)
 ADAMW = "adamw"
 # Axis of an eval record: what it is called, and how many of that are one of the record's.
 AXES = {
@@ -27,9 +28,10 @@ AXES = {
   "compute": ("compute (FLOPs)", 1.0),
   "time": ("training time (minutes)", 1 / 60),
 }
-TAUS = ("logit", "func", "cross")
-# What sharpness.json has, and how it is called in print.
-SHARPNESS = {"lambda_max": "λmax(H)", "trace_H": "tr(H)", "trace_HG": "tr(H_G)"}
+EQUAL_COST = (
+  "At equal compute or time a method that costs more is earlier in its learning-rate schedule: for "
+  "a fair race train it with a schedule for that budget."
+)
 
 
 class Cost(NamedTuple):
@@ -46,19 +48,28 @@ class Family:
   """Runs that differ in method, tuned keys and seeds alone, and how they compare."""
 
   name: str  # of its figures' files
+  label: str
   runs: Sequence[Run]
-  label: str = ""
+  twins: Mapping[pathlib.Path, Run]  # the same run elsewhere, perhaps with taus on the way
 
   def __post_init__(self) -> None:
-    tune = [k for k in TUNED if any(k in r.keys for r in self.runs)]
+    values = {k: {r.keys[k] for r in self.runs if k in r.keys} for k in TUNED}
+    tune = [k for k in TUNED if len(values[k]) > (k == SCHEDULE)]
     self.report = compare.compare(self.runs, tune=tune, baseline=ADAMW)
     self.groups = [g for g in self.report.groups if math.isfinite(g.mean)]
 
   @functools.cached_property
   def records(self) -> dict[pathlib.Path, list[dict[str, Any]]]:
     """All of the runs that the figures are about, by workdir."""
-    best = [run for g in self.groups for run in g.best.runs.values()]
-    return {run.path: read_metrics(run.path / METRICS_FILE) for run in best}
+    best = [run.path for g in self.groups for run in g.best.runs.values()]
+    return {
+      path: [
+        record
+        for place in (path, *([self.twins[path].path] if path in self.twins else []))
+        for record in read_metrics(place / METRICS_FILE)
+      ]
+      for path in best
+    }
 
   def curves(self, axis: str) -> dict[str, dict[Any, plots.Curve]]:
     """By method and seed, of each method's best setting."""
@@ -70,19 +81,28 @@ class Family:
 
   def section(self) -> Section:
     found = self.report.to_json()
-    figures = [*self.curve_figures(), *self.rho_figure(), *self.pruning_figure()]
+    curves = [*self.curve_figures(), *self.rho_figure()]
+    pruned = measured.pruning(self.measured("prune.json"), self.name)
+    sharpness = measured.sharpness(self.measured("sharpness.json"), {})
     return Section(
       f"Runs: {self.label}",
       [
         *comparison_blocks("Eval loss after the last step", found),
-        Figures(figures),
-        Section("Parts of the curvature over training", [Figures(self.tau_figures())]),
-        Grid("Sharpness of the final solution", self.sharpness()),
+        Figures(curves),
+        Text(EQUAL_COST) if self.report.group(ADAMW) else Text(""),
         Grid("Cost, where and while the runs were made", self.cost()),
+        Section("Parts of the curvature over training", [Figures(self.tau_figures())]),
+        Section("Final models", [Grid("Sharpness", sharpness), Figures(pruned)]),
         *tried(found),
         Folded("How they were made", [Grid("How they were made", self.facts())]),
       ],
     )
+
+  def measured(self, file: str) -> dict[str, list[dict[str, Any]]]:
+    return {
+      g.label: [m for r in g.best.runs.values() for m in measured.read(r.path, file, r.steps)]
+      for g in self.groups
+    }
 
   def figure(
     self, name: str, caption: str, values: Table, draw: Callable[[io.StringIO], None]
@@ -137,16 +157,17 @@ class Family:
     figures = []
     for g in self.groups:
       for prefix, what in (("tau", "along g"), ("tau_precond", "along M⁻¹g")):
-        runs = {t: self._series(g, f"{prefix}/{t}") for t in TAUS}
-        if not all(runs.values()):
+        by_seed = {t: self._series(g, f"{prefix}/{t}") for t in plots.TAU_STYLES}
+        if not all(by_seed.values()):
           continue
-        means = {t: plots.mean_curve(by_seed) for t, by_seed in runs.items()}
+        means = {t: plots.mean_curve(series) for t, series in by_seed.items()}
+        panel = {g.label: {t: (x, y_SxX.mean(0)) for t, (x, y_SxX) in means.items()}}
         figures.append(
           self.figure(
             f"{prefix}-{g.label}",
             f"tau of {g.label} over training, {what}",
             values_of("steps", means, ".4f"),
-            functools.partial(plots.taus, runs=runs),
+            functools.partial(plots.taus, runs=panel),
           )
         )
     return figures
@@ -159,32 +180,6 @@ class Family:
         x, y = np.array(pairs, float).T
         found[seed] = x, y
     return found
-
-  def pruning_figure(self) -> list[Figure]:
-    points = {g.label: pairs for g in self.groups if (pairs := pruned(g.best.runs.values()))}
-    if not points:
-      return []
-    shares = sorted({x for pairs in points.values() for x, _ in pairs})
-    rows = [
-      [f"{x:g}", *(tables.number(dict(points[m]).get(x), ".4f") for m in points)] for x in shares
-    ]
-    return [
-      self.figure(
-        "pruning",
-        "Eval loss after setting the smallest weights to zero, without training again",
-        Table(["sparsity", *points], rows),
-        functools.partial(plots.pruning, points=points),
-      )
-    ]
-
-  def sharpness(self) -> Table:
-    rows = []
-    for g in self.groups:
-      found = [s for r in g.best.runs.values() if (s := read_json(r.path / "sharpness.json"))]
-      if found:
-        values = [_mean(number_in(s.get(name)) for s in found) for name in SHARPNESS]
-        rows.append([g.label, f"{g.mean:.4f}", *(tables.number(v, ".4g") for v in values)])
-    return Table(["method", "eval loss", *SHARPNESS.values()], rows)
 
   def cost(self) -> Table:
     found = {g.label: self._cost(g) for g in self.groups}
@@ -277,26 +272,6 @@ def rho_points(report: compare.Report) -> tuple[dict[str, list[tuple[float, floa
     for label, mine in cells.items()
   }
   return {k: v for k, v in points.items() if v}, base.best.mean(shared)
-
-
-def pruned(runs: Iterable[Run]) -> list[tuple[float, float]]:
-  """(sparsity, eval loss), mean over those runs that were pruned."""
-  losses: dict[float, list[float]] = {}
-  for run in runs:
-    for row in (read_json(run.path / "prune.json") or {}).get("rows", []):
-      losses.setdefault(row["sparsity"], []).append(row["loss"])
-  return sorted((x, statistics.fmean(y)) for x, y in losses.items())
-
-
-def read_json(path: pathlib.Path) -> dict[str, Any] | None:
-  return json.loads(path.read_text()) if path.is_file() else None
-
-
-def number_in(entry: Any) -> float:
-  """A plain number, or one that stands with its standard error; NaN for none."""
-  if isinstance(entry, Mapping):
-    entry = entry.get("value")
-  return math.nan if entry is None else float(entry)
 
 
 def _mean(values: Iterable[float]) -> float:

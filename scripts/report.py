@@ -14,6 +14,7 @@ import pathlib
 import sys
 from typing import Any
 
+import measured
 import protocol
 from family import ADAMW, TUNED, Family, comparison_blocks, tried
 from page import Block, Figure, Figures, Folded, Grid, Items, Page, Section, Text
@@ -21,7 +22,7 @@ from page import Block, Figure, Figures, Folded, Grid, Items, Page, Section, Tex
 from nanosam import comparable, errors, plots, tables
 from nanosam.command import Parser
 from nanosam.errors import UserError
-from nanosam.runs import FINISHED, Run, find_runs
+from nanosam.runs import FINISHED, Run, all_runs, run_id
 from nanosam.tables import Table
 from nanosam.workdir import create
 
@@ -34,15 +35,15 @@ def main(argv: list[str]) -> None:
   p.add_argument("folders", nargs="+", metavar="DIR", type=pathlib.Path)
   p.add_argument("--out", required=True, type=pathlib.Path)
   args = p.parse_args(argv[1:])
-  out = create(str(args.out))
-  runs, notes = find_runs(args.folders)
+  out = create(str(args.out), "--out")
+  runs, twins, notes = read_runs(args.folders)
   experiments, more = read_experiments(args.folders)
   notes += more
   if not experiments and not any(r.state == FINISHED for r in runs):
     where = ", ".join(map(str, args.folders))
     reason = f" ({notes[0]}{'; ...' if len(notes) > 1 else ''})" if notes else ""
     raise UserError(f"nothing to report: no finished run and no {RESULTS_FILE} in {where}{reason}")
-  families = make_families(runs)
+  families = make_families(runs, twins)
   title = f"NanoSAM: {', '.join(f.resolve().name for f in args.folders)}"
   sections = [
     summary(runs, families),
@@ -57,7 +58,22 @@ def main(argv: list[str]) -> None:
   print(f"written: {out / 'report.html'}, {out / 'report.md'}", flush=True)
 
 
-def make_families(runs: list[Run]) -> list[Family]:
+def read_runs(
+  folders: list[pathlib.Path],
+) -> tuple[list[Run], dict[pathlib.Path, Run], list[str]]:
+  """Every run once; another copy of one (fig2 measures along the way) by the place of the first."""
+  found, notes = all_runs(folders)
+  runs: dict[str, Run] = {}
+  twins = {}
+  for run in sorted(found, key=lambda r: r.state != FINISHED):
+    first = runs.setdefault(run_id(run.keys), run)
+    if first is not run:
+      twins[first.path] = run
+      notes.append(f"{run.path} is the same run as {first.path}: it counts once")
+  return list(runs.values()), twins, notes
+
+
+def make_families(runs: list[Run], twins: dict[pathlib.Path, Run]) -> list[Family]:
   """Those with a finished run; each has a label of its own."""
   found = [
     f
@@ -65,7 +81,7 @@ def make_families(runs: list[Run]) -> list[Family]:
     if any(r.state == FINISHED for r in f)
   ]
   labels = label_families(found)
-  families = [Family(f"runs{n}", f, labels[n]) for n, f in enumerate(found)]
+  families = [Family(f"runs{n}", labels[n], f, twins) for n, f in enumerate(found)]
   return sorted(families, key=lambda f: -len(f.groups))
 
 
@@ -161,13 +177,25 @@ def experiment(results: dict[str, Any], name: str) -> Section:
       Folded(what, comparison_blocks(what, extra))
       for what, extra in results["more"].get(label, {}).items()
     ]
-    parts = [*comparison_blocks("Eval loss", report, paper), Figures(figure), *more, *tried(report)]
-    blocks.append(Section(label, parts))
+    parts = [*comparison_blocks("Eval loss", report, paper), Figures(figure)]
+    parts += measured_blocks(results, label, stands_for.get(label, ""), f"{name}-{number}")
+    blocks.append(Section(label, [*parts, *more, *tried(report)]))
   if not any(stands_for.values()):
     blocks.append(Grid("The paper's losses", paper_table(published)))
   if isinstance(results["paper"], str):
     blocks.append(Text(results["paper"]))
   return Section(f"{title}, {scale}", blocks)
+
+
+def measured_blocks(results: dict[str, Any], label: str, stands_for: str, name: str) -> list[Block]:
+  """Of final models; the paper's numbers are of its own scale."""
+  found = results.get("measured", {}).get(label, {})
+  paper = (results.get("paper_sharpness") or {}).get(stands_for, {})
+  caption = "Sharpness of the final models" + (", in brackets the paper's" if paper else "")
+  return [
+    Grid(caption, measured.sharpness(found.get("sharpness", {}), paper)),
+    Figures(measured.pruning(found.get("prune", {}), name)),
+  ]
 
 
 def differences_figure(
