@@ -9,10 +9,11 @@ Protocol, fixed before the runs (every cell that is run is reported):
               every method, so that differences are paired: same start, same data, same order.
 (d) compute   AdamW with twice the steps, and each method with as many steps as cost what AdamW's
               run costs (about half), all under schedules of their own. Nothing is tuned again.
-(e) factors   one thing changed at a time, at the rho of (b), AdamW beside it: a quarter of the
-              batch with four times the steps and half the learning rate; twice the steps; the
-              letter of the paper's preconditioner (rho tuned again: its scale differs); bf16;
-              untied.
+(e) factors   one thing changed at a time for AdamW, SAM and PrecondFuncSAM at the rho of (b): a
+              quarter of the batch with four times the steps and half the learning rate; twice the
+              steps; the letter of the paper's preconditioner (rho tuned again: its scale differs);
+              bf16; untied.
+Where the best of a grid is at its edge, the grid is extended, rho within an RMS of 1e-5 to 3e-4.
 Whatever wins on the seed of (a) and (b) is flattered by it; (c) averages that seed with others.
 """
 
@@ -20,6 +21,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -74,29 +76,29 @@ FOUR = (ADAMW, "sam", "precond_sam", "precond_func_sam")
 SIX = (*FOUR, "func_sam", "momentum_func_sam")
 EXPERIMENTS = {
   "table1": Experiment(
-    SIX, {"mini": _mini(64, paper="2M"), "paper": _paper("fixed_length.py", "2M")}, STAGES
+    SIX, {"mini": _mini(32, paper="2M"), "paper": _paper("fixed_length.py", "2M")}, STAGES
   ),
-  "table2": Experiment(FOUR, {"mini": _mini(64, 128), "paper": _paper("fixed_length.py", *SIZES)}),
+  "table2": Experiment(FOUR, {"mini": _mini(32, 64), "paper": _paper("fixed_length.py", *SIZES)}),
   "table3": Experiment(
     FOUR,
     {
-      "mini": _mini(64, 128, tokens_per_parameter=20.0),
+      "mini": _mini(32, 64, tokens_per_parameter=20.0),
       "paper": _paper("chinchilla.py", *SIZES),
     },
   ),
   "table5": Experiment(
     (ADAMW, "precond_sam", "precond_func_sam"),
     {
-      "mini": _activations("mini.py", width=64),
+      "mini": _activations("mini.py", width=32),
       "paper": _activations("fixed_length.py", size="2M"),
     },
   ),
   "fig1": Experiment(
-    (ADAMW, "sam"), {"mini": _mini(64), "paper": _paper("fixed_length.py", "23.9M")}
+    (ADAMW, "sam"), {"mini": _mini(32), "paper": _paper("fixed_length.py", "23.9M")}
   ),
   "fig3": Experiment(
     (ADAMW, "sam", "precond_func_sam"),
-    {"mini": _mini(64), "paper": _paper("fixed_length.py", "23.9M")},
+    {"mini": _mini(32), "paper": _paper("fixed_length.py", "23.9M")},
     ("baseline", "rho"),
   ),
 }
@@ -116,9 +118,10 @@ class Lab:
   factor_seeds: int = 1
   methods: tuple[str, ...] = ()  # () = the experiment's
   factors: tuple[str, ...] = FACTORS
-  learning_rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
+  factor_methods: tuple[str, ...] = (ADAMW, "sam", "precond_func_sam")
+  learning_rates: tuple[float, ...] = (8e-3, 1.6e-2, 3.2e-2)
   decays: tuple[float, ...] = (0.03, 0.1, 0.3)
-  rms: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4)
+  rms: tuple[float, ...] = (3e-5, 1e-4, 3e-4)
   arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # more, of the config
   dry: bool = False  # where a stage needs an earlier one's result, take a placeholder
 
@@ -135,7 +138,7 @@ class Lab:
     if self.scale == "mini" and self.source:
       arguments["source"] = self.source
     text = ",".join(f"{k}={v}" for k, v in arguments.items())
-    return f"{ROOT / 'configs' / setting.config}:{text}"
+    return f"{os.path.relpath(ROOT / 'configs' / setting.config)}:{text}"
 
   def source_overrides(self) -> sweep.Overrides:
     return {"data.source": self.source} if self.scale == "paper" and self.source else {}
@@ -276,7 +279,7 @@ class Lab:
     found = []
     for factor in self.factors:
       changes = self.factor(setting, factor)
-      for method in self.methods:
+      for method in (m for m in self.methods if m in self.factor_methods):
         best = self.best(setting, method)
         if factor == "small_batch" and PEAK in best:
           best[PEAK] /= 2

@@ -101,12 +101,12 @@ def test_report_of_made_up_runs(tmp_path, capsys):
   it.forget()
   reproduce.write_report(it, ["reproduce.py"])
   results = json.loads((tmp_path / "table1" / "results.json").read_text())
-  groups = {g["label"]: g for g in results["settings"]["width 64"]["groups"]}
+  groups = {g["label"]: g for g in results["settings"]["width 32"]["groups"]}
   assert groups.keys() == set(it.methods)
   # -0.01 * len / 10 + 0.0003 * mean seed
   assert groups["precond_func_sam"]["difference"] == pytest.approx(-0.016 + 0.0006)
   assert groups["sam"]["pairs"] == 3 and "both" in groups["sam"]["intervals"]
-  assert set(results["more"]["width 64"]) == {
+  assert set(results["more"]["width 32"]) == {
     "at AdamW's compute",
     "against AdamW with twice the steps",
     "factor untied",
