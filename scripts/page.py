@@ -10,6 +10,8 @@ from nanosam import plots, tables
 from nanosam.tables import Table
 from nanosam.workdir import write_atomically
 
+FIGURES = "figures"  # their folder, beside the Markdown
+
 
 class Text(NamedTuple):
   """A paragraph; `code` stands in backticks."""
@@ -75,9 +77,9 @@ class Page(NamedTuple):
 
   def write(self, out: pathlib.Path) -> None:
     """report.html by itself; report.md beside the figures it shows."""
+    (out / FIGURES).mkdir(parents=True, exist_ok=True)
     for f in _figures(self.sections):
-      (out / "figures").mkdir(exist_ok=True)
-      write_atomically(out / "figures" / f"{f.name}.svg", f.svg.encode())
+      write_atomically(out / FIGURES / f"{f.name}.svg", f.svg.encode())
     write_atomically(out / "report.html", to_html(self).encode())
     write_atomically(out / "report.md", to_markdown(self).encode())
 
@@ -108,7 +110,7 @@ def _markdown(blocks: Sequence[Block], level: int) -> Iterator[str]:
         yield from (f"{caption}:", "", *tables.markdown(table))
       case Figures(figures):
         for f in figures:
-          yield from (f"![{f.caption}](figures/{f.name}.svg)", "", f"{f.caption}.", "")
+          yield from (f"![{f.caption}]({FIGURES}/{f.name}.svg)", "", f"{f.caption}.", "")
           yield from _folded_markdown("values", tables.markdown(f.values))
       case Folded(summary, inner):
         yield from _folded_markdown(summary, _markdown(inner, level))

@@ -15,16 +15,16 @@ import sys
 from typing import Any
 
 import measured
+import page
 import protocol
 from family import ADAMW, TUNED, Family, comparison_blocks, tried
 from page import Block, Figure, Figures, Folded, Grid, Items, Page, Section, Text
 
 from nanosam import comparable, errors, plots, tables
 from nanosam.command import Parser
-from nanosam.errors import UserError
+from nanosam.errors import UsageError, UserError
 from nanosam.runs import FINISHED, Run, all_runs, run_id
 from nanosam.tables import Table
-from nanosam.workdir import create
 
 RESULTS_FILE = "results.json"
 CONFIDENCE = 0.95
@@ -35,7 +35,10 @@ def main(argv: list[str]) -> None:
   p.add_argument("folders", nargs="+", metavar="DIR", type=pathlib.Path)
   p.add_argument("--out", required=True, type=pathlib.Path)
   args = p.parse_args(argv[1:])
-  out = create(str(args.out), "--out")
+  try:  # before all the work
+    (args.out / page.FIGURES).mkdir(parents=True, exist_ok=True)
+  except OSError as e:
+    raise UsageError(f"cannot write to --out={args.out}: {e.strerror}; name another folder") from e
   runs, twins, notes = read_runs(args.folders)
   experiments, more = read_experiments(args.folders)
   notes += more
@@ -52,10 +55,10 @@ def main(argv: list[str]) -> None:
     Section("All runs", [Folded(f"{len(runs)} runs", [Grid("All runs", run_table(runs))])]),
     Section("Left out", [Items(notes)]),
   ]
-  Page(title, sections).write(out)
+  Page(title, sections).write(args.out)
   for note in notes:
     print(f"nanosam: {note}", file=sys.stderr)
-  print(f"written: {out / 'report.html'}, {out / 'report.md'}", flush=True)
+  print(f"written: {args.out / 'report.html'}, {args.out / 'report.md'}", flush=True)
 
 
 def read_runs(

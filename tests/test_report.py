@@ -201,7 +201,7 @@ def test_nothing_to_report_and_no_place_for_it(tmp_path):
   with pytest.raises(UserError, match="no such folder"):
     make(tmp_path / "none", out=tmp_path / "out")
   (tmp_path / "file").write_text("")
-  with pytest.raises(UsageError, match=r"cannot write to --out .*file"):
+  with pytest.raises(UsageError, match=r"cannot write to --out=.*file"):
     make(tmp_path / "half", out=tmp_path / "file" / "out")
 
 
