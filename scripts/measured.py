@@ -37,17 +37,18 @@ def read(workdir: pathlib.Path, file: str, step: int) -> list[dict[str, Any]]:
 
 def sharpness(found: ByMethod, paper: Mapping[str, Mapping[str, float]]) -> Table:
   """Means over seeds; what the paper has, at its scale, stands in brackets."""
+  columns = {k: v for k, v in COLUMNS.items() if any(k in m for ms in found.values() for m in ms)}
   rows = []
   for method, members in found.items():
     cells = []
-    for key in COLUMNS:
+    for key in columns:
       values = [m[key]["value"] for m in members if key in m]
       mean = tables.number(statistics.fmean(values) if values else math.nan, ".4g")
       theirs = paper.get(method, {}).get(key)
       cells.append(mean + (f" ({theirs:g})" if theirs is not None else ""))
     if members:
       rows.append([method, str(len(members)), *cells])
-  return Table(["method", "seeds", *COLUMNS.values()], rows)
+  return Table(["method", "seeds", *columns.values()], rows)
 
 
 def pruning(found: ByMethod, name: str) -> list[Figure]:

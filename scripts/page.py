@@ -79,7 +79,8 @@ class Page(NamedTuple):
     """report.html by itself; report.md beside the figures it shows."""
     (out / FIGURES).mkdir(parents=True, exist_ok=True)
     for f in _figures(self.sections):
-      write_atomically(out / FIGURES / f"{f.name}.svg", f.svg.encode())
+      by_itself = f.svg.replace("<svg ", '<svg style="background: white" ', 1)
+      write_atomically(out / FIGURES / f"{f.name}.svg", by_itself.encode())
     write_atomically(out / "report.html", to_html(self).encode())
     write_atomically(out / "report.md", to_markdown(self).encode())
 

@@ -89,22 +89,24 @@ def make_families(runs: list[Run], twins: dict[pathlib.Path, Run]) -> list[Famil
 
 
 def label_families(families: list[list[Run]]) -> list[str]:
-  """Width and steps, and whatever else tells them apart."""
-  every = [r.keys for f in families for r in f]
-  ignored = {"opt.method", *TUNED, *comparable.REPLICATE, *comparable.FOLLOWS}
-  ignored |= comparable.NOT_COMPARED
-  names = ["model.D", "opt.num_train_steps"] + [
-    k
-    for k in sorted(set().union(*every) - ignored - {"model.D", "opt.num_train_steps"})
-    if len({str(keys[k]) for keys in every if k in keys}) > 1
+  """Width and steps, and what else it takes to tell them apart."""
+  first = [f[0].keys for f in families]  # of a run that perturbs, if there is one
+  names = ["model.D", "opt.num_train_steps"]
+  ignored = {"opt.method", *TUNED, *comparable.REPLICATE, *comparable.FOLLOWS, *names}
+
+  def distinct() -> int:
+    return len({tuple(str(keys.get(k)) for k in names) for keys in first})
+
+  for key in sorted({k for keys in first for k in keys} - ignored - comparable.NOT_COMPARED):
+    before = distinct()
+    names.append(key)
+    if distinct() == before:
+      names.pop()
+  labels = [tables.settings({k: keys[k] for k in names if k in keys}) for keys in first]
+  return [
+    f"{label}, data {f[0].environment.get('data')}" if labels.count(label) > 1 else label
+    for label, f in zip(labels, families, strict=True)
   ]
-  labels = []
-  for f in families:
-    keys = f[0].keys  # of a run that perturbs, if there is one
-    label = tables.settings({k: keys[k] for k in names if k in keys})
-    label += f", data {f[0].environment.get('data')}" if label in labels else ""
-    labels.append(label)
-  return labels
 
 
 def shown(families: list[Family]) -> list[Family]:
