@@ -1,8 +1,7 @@
 """A trained model, read back from its workdir: what the commands over a run share."""
 
-import argparse
 import pathlib
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import ml_collections
 from jax.sharding import Mesh
@@ -11,6 +10,7 @@ from nanosam import config as config_lib
 from nanosam import runtime, sharding
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import FOLDER, Checkpoints
+from nanosam.command import Parser
 from nanosam.data.pipeline import Source, source_of
 from nanosam.errors import UsageError, UserError
 from nanosam.model import Params
@@ -80,18 +80,10 @@ def _choose(checkpoints: Checkpoints, workdir: pathlib.Path, step: str) -> int:
   raise UsageError(f"{workdir} has no checkpoint {step}; choose latest, best or one of {there}")
 
 
-class Arguments(argparse.ArgumentParser):
-  """The command line of a command over a run; a mistake in it is one line, like any other."""
+class Arguments(Parser):
+  """The command line of a command over a run."""
 
   def __init__(self, command: str, description: str | None):
-    super().__init__(
-      prog=f"python -m nanosam.{command}",
-      description=description,
-      formatter_class=argparse.RawDescriptionHelpFormatter,
-      allow_abbrev=False,
-    )
+    super().__init__(f"python -m nanosam.{command}", description)
     self.add_argument("--workdir", required=True, help="of the run")
     self.add_argument("--step", default="latest", help="latest (default), best, or a number")
-
-  def error(self, message: str) -> NoReturn:
-    raise UsageError(f"{message}; {self.prog} --help shows what there is")

@@ -17,7 +17,7 @@ from nanosam import config as config_lib
 from nanosam import errors, flops, runtime, sharding, watch
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import Checkpoints
-from nanosam.data.batch import Batch, batch_hash
+from nanosam.data.batch import Batch, Reading, batch_hash
 from nanosam.data.pipeline import Source, source_of
 from nanosam.evaluate import Evaluator
 from nanosam.metrics import Cost, Meter
@@ -113,14 +113,16 @@ class Run:
     self.progress = Progress(c.opt.num_train_steps)
     self.say = self.progress.note
     self.stream = source.train_stream(
-      L=c.model.L,
-      batch_size=c.batch_size,
-      rows=sharding.local_rows(self.mesh, c.batch_size),
-      data_seed=c.data_seed,
-      repeat=c.data.repeat,
-      mask_documents=c.data.mask_documents,
-      workers=c.data.workers,
-      prefetch=c.data.prefetch,
+      Reading(
+        L=c.model.L,
+        batch_size=c.batch_size,
+        rows=sharding.local_rows(self.mesh, c.batch_size),
+        data_seed=c.data_seed,
+        repeat=c.data.repeat,
+        mask_documents=c.data.mask_documents,
+        workers=c.data.workers,
+        prefetch=c.data.prefetch,
+      )
     )
     self.checkpoints = Checkpoints(workdir, c.max_to_keep, say=self.say) if c.checkpoint else None
     self.state, self.at, self.cost = self.restore_or_init()

@@ -33,16 +33,16 @@ PACKAGES = (
 )
 
 
-def create(workdir: str) -> pathlib.Path:
-  """Makes the workdir and proves that it can be written to, before anything expensive."""
-  path = pathlib.Path(workdir)
+def create(folder: str, what: str = "workdir") -> pathlib.Path:
+  """Makes the folder and proves that it can be written to, before anything expensive."""
+  path = pathlib.Path(folder)
   try:
     path.mkdir(parents=True, exist_ok=True)
     probe = path / f".probe{os.getpid()}"
     probe.write_text("")
     probe.unlink()
   except OSError as e:
-    raise UsageError(f"cannot write to workdir {workdir}: {e.strerror or e}") from e
+    raise UsageError(f"cannot write to {what} {folder}: {e.strerror or e}") from e
   return path
 
 

@@ -19,6 +19,7 @@ import optax
 
 from nanosam import config as config_lib
 from nanosam import errors, flops, sharding
+from nanosam.command import Parser
 from nanosam.data.batch import Batch
 from nanosam.model import Transformer, unembedding
 from nanosam.optim import guard
@@ -43,8 +44,8 @@ def main(argv: list[str]) -> None:
   print(json.dumps(rows, indent=2) if args.json else table(rows))
 
 
-def parser() -> argparse.ArgumentParser:
-  p = argparse.ArgumentParser("benchmark.py step", description=__doc__)
+def parser() -> Parser:
+  p = Parser("scripts/benchmark.py step", __doc__)
   p.add_argument("--size", default="2M", choices=config_lib.SIZES)
   p.add_argument("--batch_size", type=int, default=8)
   p.add_argument("--length", type=int, default=256)

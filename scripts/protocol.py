@@ -30,7 +30,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from nanosam import compare, flops, runs, sharding, sweep
+from nanosam import comparable, compare, flops, runs, sharding, sweep
 from nanosam import config as config_lib
 from nanosam.data.pipeline import open_source
 from nanosam.errors import UserError
@@ -41,12 +41,6 @@ ADAMW, PEAK, DECAY, RHO = "adamw", "opt.peak_learning_rate", "opt.weight_decay",
 TUNED = (PEAK, DECAY, RHO)
 STAGES = ("baseline", "rho", "seeds", "compute", "factors")
 TUNING_SEED = 1
-# The paper's best SAM has rho 0.1, its smallest: so begin below. Preconditioned directions spread
-# over all coordinates rather than the few with large gradients, and bear more.
-PAPER_RHO = {
-  **dict.fromkeys(("sam", "func_sam", "momentum_func_sam"), (0.01, 0.03, 0.1, 0.3)),
-  **dict.fromkeys(("precond_sam", "precond_func_sam"), (0.1, 0.3, 1.0, 3.0)),
-}
 FACTORS = ("small_batch", "long", "paper_variant", "bf16", "untied")
 
 
@@ -186,7 +180,7 @@ class Lab:
       run
       for run in self.found[0]
       if (like := wanted.get(run.keys["opt.method"]))
-      and not compare.differing_keys(run, like, TUNED)
+      and not comparable.differing_keys(run, like, TUNED)
       and run.keys["data.source"] == like.keys["data.source"]
     ]
 
@@ -219,7 +213,7 @@ class Lab:
 
   def rho_grid(self, setting: Setting, method: str) -> tuple[float, ...]:
     if self.scale == "paper":
-      return PAPER_RHO[method]
+      return sweep.PAPER_RHO[method]
     counts = config_lib.parameter_counts(self.config(setting, method), self.vocabulary)
     return tuple(float(f"{rms * math.sqrt(counts['total']):.3g}") for rms in self.rms)
 

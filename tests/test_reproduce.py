@@ -25,7 +25,8 @@ def fill(tmp_path, specs, loss):
   for spec, overrides in specs:
     method = spec.split("method=")[1].split(",")[0]
     folder = tmp_path / "runs"
-    write_run(folder, method, overrides["seed"], loss(method, overrides), keys=overrides)
+    value = loss(method, overrides)
+    write_run(folder, method, overrides["seed"], value, keys=overrides, spec=spec)
 
 
 def loss(method, o):
