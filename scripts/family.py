@@ -183,12 +183,13 @@ class Family:
 
   def cost(self) -> Table:
     found = {g.label: self._cost(g) for g in self.groups}
-    base = found.get(ADAMW)
+    nothing = Cost(math.nan, math.nan, math.nan, math.nan)
+    base, number = found.get(ADAMW, nothing), tables.number
     rows = [
       [
-        *(method, f"{c.flops:.3g}", f"{c.flops / base.flops:.2f}" if base else ""),
-        *(f"{c.seconds:.3g}", f"{c.seconds / base.seconds:.2f}" if base else ""),
-        *(f"{c.tokens_per_second:.0f}", f"{c.minutes:.1f}"),
+        *(method, number(c.flops, ".3g"), number(c.flops / base.flops, ".2f")),
+        *(number(c.seconds, ".3g"), number(c.seconds / base.seconds, ".2f")),
+        *(number(c.tokens_per_second, ".0f"), number(c.minutes, ".1f")),
       ]
       for method, c in found.items()
     ]

@@ -11,6 +11,7 @@ from typing import Any
 from page import Figure
 
 from nanosam import plots, tables
+from nanosam.errors import UserError
 from nanosam.tables import Table
 
 # Entries of sharpness.json, and how they are called in print.
@@ -31,7 +32,10 @@ ByMethod = Mapping[str, Sequence[Mapping[str, Any]]]
 def read(workdir: pathlib.Path, file: str, step: int) -> list[dict[str, Any]]:
   """The measurement of a run's final model, if it was made."""
   path = workdir / file
-  found = json.loads(path.read_text()) if path.is_file() else {}
+  try:
+    found = json.loads(path.read_text()) if path.is_file() else {}
+  except ValueError as e:
+    raise UserError(f"{path} is damaged ({e}): measure that run again, or remove it") from e
   return [found] if found.get("step") == step else []
 
 

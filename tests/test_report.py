@@ -191,6 +191,15 @@ def test_a_copy_of_a_run_counts_once_and_lends_its_taus(tmp_path):
   assert "tau of adamw over training" in markdown
 
 
+def test_one_run_and_a_method_that_only_diverged(tmp_path):
+  write_run(tmp_path, "sam", 1, 3.4)
+  bad = write_run(tmp_path, "func_sam", 1)
+  (bad / "metrics.jsonl").write_text('{"step": 70, "train/loss": "NaN", "guard/nonfinite": 1}\n')
+  text, markdown = make(tmp_path, out=tmp_path / "out")
+  assert "| func_sam | diverged |" in markdown and "| sam | 3.4000 |" in markdown
+  assert "Eval loss against steps" in markdown and "nan" not in text.replace("nanosam", "")
+
+
 def test_nothing_to_report_and_no_place_for_it(tmp_path):
   (tmp_path / "empty").mkdir()
   with pytest.raises(UserError, match=r"no finished run and no results.json in .*empty$"):
