@@ -15,7 +15,7 @@ import numpy as np
 from page import Block, Figure, Figures, Folded, Grid, Items, Section, Text
 
 from nanosam import compare, plots, tables
-from nanosam.runs import Run
+from nanosam.runs import DIVERGED, FINISHED, Run
 from nanosam.tables import Table
 from nanosam.writers import METRICS_FILE, read_metrics
 
@@ -53,7 +53,8 @@ class Family:
   twins: Mapping[pathlib.Path, Run]  # the same run elsewhere, perhaps with taus on the way
 
   def __post_init__(self) -> None:
-    values = {k: {r.keys[k] for r in self.runs if k in r.keys} for k in TUNED}
+    ended = [r for r in self.runs if r.state in (FINISHED, DIVERGED)]
+    values = {k: {r.keys[k] for r in ended if k in r.keys} for k in TUNED}
     tune = [k for k in TUNED if len(values[k]) > (k == SCHEDULE)]
     self.report = compare.compare(self.runs, tune=tune, baseline=ADAMW)
     self.groups = [g for g in self.report.groups if math.isfinite(g.mean)]

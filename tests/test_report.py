@@ -163,6 +163,13 @@ def test_sharpness_beside_the_paper(tmp_path):
   assert grid.table.rows[0][:3] == ["adamw", "1", "9.5 (10.61)"] and not figures.figures
 
 
+def test_a_study_whose_perturbed_runs_have_all_just_begun(tmp_path):
+  write_run(tmp_path / "runs", "adamw", 1)
+  write_run(tmp_path / "runs", "sam", 1, curve={300: 4.0}, keys={"opt.rho": 0.1})
+  make(tmp_path / "runs", out=tmp_path / "out")
+  assert "adamw" in (tmp_path / "out" / "report.md").read_text()
+
+
 def test_half_written_and_damaged_are_named_and_left_out(tmp_path, capsys):
   for seed in (1, 2):
     write_run(tmp_path, "adamw", seed, 3.5)
