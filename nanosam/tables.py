@@ -52,7 +52,7 @@ def comparison(report: Mapping[str, Any], paper: Mapping[str, float | None] | No
   baseline = report["baseline"]
   base = next((g for g in report["groups"] if g["label"] == baseline), None)
   by = ", ".join(k.split(".")[-1] for k in report["groups"][0]["keys"])
-  head = [by, "eval loss", "sd", "seeds", f"minus {baseline}", "interval", "FLOPs"]
+  head = [by, "eval loss", "sd", "seeds", f"minus {baseline}", "interval", f"FLOPs to {baseline}"]
   head += ["settings", *(["paper", f"paper minus {baseline}"] if paper else [])]
   rows = []
   for g in report["groups"]:

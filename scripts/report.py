@@ -117,7 +117,7 @@ def shown(families: list[Family]) -> list[Family]:
 def summary(runs: list[Run], families: list[Family]) -> Section:
   finished = [r for r in runs if r.state == FINISHED]
   methods = sorted({r.keys["opt.method"] for r in finished})
-  text = f"{len(finished)} finished runs of {len(methods)} methods: {', '.join(methods)}."
+  text = f"{len(finished)} finished runs; methods: {', '.join(methods)}."
   rows = []
   for family in shown(families):
     best = min(family.report.to_json()["groups"], key=lambda g: g["loss"])
@@ -182,7 +182,8 @@ def experiment(results: dict[str, Any], name: str) -> Section:
       Folded(what, comparison_blocks(what, extra))
       for what, extra in results["more"].get(label, {}).items()
     ]
-    parts = [*comparison_blocks("Eval loss", report, paper), Figures(figure)]
+    caption = "Eval loss" + (f", beside the paper's ({stands_for[label]})" if paper else "")
+    parts = [*comparison_blocks(caption, report, paper), Figures(figure)]
     parts += measured_blocks(results, label, stands_for.get(label, ""), f"{name}-{number}")
     blocks.append(Section(label, [*parts, *more, *tried(report)]))
   if not any(stands_for.values()):

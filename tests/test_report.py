@@ -194,7 +194,7 @@ def test_a_copy_of_a_run_counts_once_and_lends_its_taus(tmp_path):
   write_run(tmp_path / "runs", "sam", 1, 3.4)
   write_full_run(tmp_path / "runs-tau", "adamw", 1, 0.0)
   _, markdown = make(tmp_path, out=tmp_path / "out")
-  assert "is the same run as" in markdown and "2 finished runs of 2 methods" in markdown
+  assert "is the same run as" in markdown and "2 finished runs; methods: adamw, sam" in markdown
   assert "tau of adamw over training" in markdown
 
 
