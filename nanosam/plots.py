@@ -1,6 +1,7 @@
 """Figures, as SVG and PNG. Needs matplotlib: pip install -e '.[report]'
 
-python -m nanosam.plots --workdir=DIR --out=FILE draws the loss curve of a run.
+python -m nanosam.plots --workdir=DIR --out=FILE draws the loss curve of a run, and with --what=tau
+the taus over its training.
 """
 
 import contextlib
@@ -157,13 +158,80 @@ def run_curve(path: pathlib.Path, workdir: pathlib.Path) -> None:
     ax.legend()
 
 
+TAU_STYLES = {"logit": ("#D55E00", "s"), "func": ("#0072B2", "v"), "cross": ("#000000", "o")}
+
+
+def taus(
+  path: pathlib.Path, runs: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]]
+) -> None:
+  """`runs[label][logit|func|cross]` = (step, tau): a panel per run, as in Figures 2 and 4.
+
+  Steps are on a logarithmic axis that begins at 0: tau changes most in the first ones.
+  """
+  with figure(path, len(runs), (1.2 + 3.7 * len(runs), 3.4)) as axes:
+    for ax, (label, series) in zip(axes, runs.items(), strict=True):
+      for name, (steps, values) in series.items():
+        colour, marker = TAU_STYLES[name]
+        style = dict(color=colour, marker=marker, markersize=4, linewidth=1.2)
+        ax.plot(steps, values, label=f"$\\tau_\\mathrm{{{name}}}$", **style)
+      ax.axhline(0, color="#999999", linewidth=0.8)
+      ax.set_xscale("symlog", linthresh=10)
+      ax.set(xlabel="step", title=label)
+    axes[0].set_ylabel("share of the sharpness gradient")
+    axes[-1].legend()
+
+
+def landscape(path: pathlib.Path, found: Mapping[str, Any]) -> None:
+  """The loss along the top eigenvector with its parabola, and along random directions."""
+  lines, value = found["landscape"], found["lambda_max"]["value"]
+  x = np.asarray(lines["distance"])
+  with figure(path, 1, (5.6, 3.8)) as (ax,):
+    for number, losses in enumerate(lines["random"]):
+      label = None if number else "random directions"
+      ax.plot(x, losses, color="#56B4E9", marker="^", markersize=4, linewidth=1.2, label=label)
+    ax.plot(x, lines["top"], color="#000000", marker="o", markersize=4, label="top eigenvector")
+    parabola = found["loss"] + lines["top_slope"] * x + 0.5 * value * x**2
+    label = f"its parabola, $\\lambda$ = {value:.3g}"
+    ax.plot(x, parabola, color="#D55E00", linestyle="--", linewidth=1.2, label=label)
+    ax.set(xlabel="distance from the trained parameters", ylabel="loss (nats per token)")
+    ax.legend()
+
+
+def pruning(path: pathlib.Path, runs: Sequence[Mapping[str, Any]]) -> None:
+  """Eval loss by sparsity; `runs` as in prune.json. Of one method's runs the mean and the range."""
+  by_method: dict[str, list[Any]] = {}
+  for run in runs:
+    by_method.setdefault(run["method"], []).append([p["loss"] for p in run["points"]])
+  x = np.array([100 * p["sparsity"] for p in runs[0]["points"]])
+  with figure(path, 1, (5.6, 3.8)) as (ax,):
+    for method, losses in by_method.items():
+      _band(ax, x, np.array(losses), *STYLES.get(method, OTHER), method)
+    ax.set(xlabel="weights set to zero (%)", ylabel="eval loss")
+    ax.legend()
+
+
+def tau_series(workdir: pathlib.Path, prefix: str = "tau") -> dict[str, Any]:
+  """(step, tau) of each kind over a run that was trained with diagnostics.every."""
+  records = [r for r in read_metrics(workdir / METRICS_FILE) if f"{prefix}/logit" in r]
+  if not records:
+    raise UserError(
+      f"{workdir} has no {prefix}/logit on record: train it with --config.diagnostics.every=STEPS"
+    )
+  steps = np.array([r["step"] for r in records])
+  return {k: (steps, np.array([r[f"{prefix}/{k}"] for r in records])) for k in TAU_STYLES}
+
+
 def main(argv: list[str]) -> None:
-  p = Parser("nanosam.plots", "Draws the loss curve of a run.")
+  p = Parser("nanosam.plots", "Draws the loss curve of a run, or its taus.")
   p.add_argument("--workdir", type=pathlib.Path, required=True)
   p.add_argument("--out", type=pathlib.Path, required=True, help="without .svg and .png")
+  p.add_argument("--what", default="loss", choices=("loss", "tau", "tau_precond"))
   args = p.parse_args(argv[1:])
   read_config(args.workdir)  # says so if there is no run
-  run_curve(args.out, args.workdir)
+  if args.what == "loss":
+    run_curve(args.out, args.workdir)
+  else:
+    taus(args.out, {args.workdir.name: tau_series(args.workdir, args.what)})
 
 
 if __name__ == "__main__":
