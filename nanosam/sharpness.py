@@ -31,7 +31,7 @@ from nanosam.evaluate import Evaluator
 from nanosam.model import Params
 from nanosam.progress import Progress, duration
 from nanosam.restore import Arguments, Loaded, load_run, numbers
-from nanosam.spectrum import LARGEST, SMALLEST, Lanczos, Mean, converge, estimate, mean
+from nanosam.spectrum import LARGEST, SMALLEST, Lanczos, Mean, converge, hutchinson, mean
 from nanosam.workdir import write_atomically
 
 FILE = "sharpness.json"
@@ -172,7 +172,7 @@ class Measurement:
       text = f"tr(H) {means['H'].value:.5g} +- {means['H'].sem:.2g}"
       self._countdown.update("traces", PROBE * probes, PROBE * needed, text)
 
-    means, probes = estimate(
+    means, probes = hutchinson(
       lambda key: self._surface.probe(self._run.params, key),
       next(self._keys),
       awaited,

@@ -140,7 +140,7 @@ def mean(samples: Sequence[float]) -> Mean:
   return Mean(float(np.mean(samples)), spread / math.sqrt(n))
 
 
-def estimate(
+def hutchinson(
   sample: Callable[[jax.Array], dict[str, float]],
   key: jax.Array,
   awaited: Sequence[str],
