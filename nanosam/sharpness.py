@@ -39,7 +39,7 @@ KEEP_BYTES = 2**29  # Lanczos keeps all its vectors where they fit in this
 POINTS = 21  # of a line in the picture
 # What things cost, in gradients; and how much of them is usual, until it is known.
 TAUS, PROBE, H_PRODUCT, HG_PRODUCT, LOSS = 12.0, 2.0, 2.7, 2.3, 0.33
-PROBES, ITERATIONS = 16, 40
+PROBES, ITERATIONS = 8, 60
 
 
 def main(argv: list[str]) -> None:
@@ -87,14 +87,18 @@ class Countdown:
 
   def __init__(self, progress: Progress, needed: dict[str, float]):
     self._progress, self._needed, self._done = progress, needed, dict.fromkeys(needed, 0.0)
-    self._start = time.monotonic()
+    self._time, self._stage = time.monotonic(), ""
+    self._worked = self._seconds = 0.0
 
   def update(self, stage: str, done: float, needed: float | None = None, text: str = "") -> None:
-    self._done[stage] = done
+    now = time.monotonic()
+    if stage == self._stage:  # the first time of a stage is mostly compiling
+      self._worked += done - self._done[stage]
+      self._seconds += now - self._time
+    self._time, self._stage, self._done[stage] = now, stage, done
     self._needed[stage] = max(done, self._needed[stage] if needed is None else needed)
-    worked = sum(self._done.values())
-    left = sum(self._needed.values()) - worked
-    seconds = left * (time.monotonic() - self._start) / worked
+    left = sum(self._needed.values()) - sum(self._done.values())
+    seconds = left * self._seconds / self._worked if self._worked else None
     self._progress.status(f"{stage}  {text}  about {duration(seconds)} left")
 
 
@@ -202,10 +206,10 @@ class Measurement:
       found, n = [lanczos.eigenvalue(end) for end in ends], lanczos.iterations
       text = ", ".join(f"{e.value:.4g} +- {e.residual:.1g}" for e in found)
       worst = max(e.residual / max(abs(e.value), 1e-30) for e in found)
-      # Residuals fall about geometrically once they have begun to.
-      speed = -math.log(max(min(worst, 0.9), 1e-12)) / n
-      needed = min(args.iterations, n + math.log(max(worst / args.residual, 1)) / speed)
-      self._countdown.update(stage, cost * n, cost * max(needed, ITERATIONS if n < 10 else n), text)
+      needed = max(ITERATIONS, n)
+      if worst < 0.5:  # from here on it falls about geometrically
+        needed = n * max(math.log(args.residual) / math.log(worst), 1)
+      self._countdown.update(stage, cost * n, cost * min(needed, args.iterations), text)
 
     bytes_of_all = args.iterations * sum(x.nbytes for x in jax.tree.leaves(params))
     lanczos = Lanczos(

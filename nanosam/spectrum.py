@@ -59,7 +59,9 @@ class Lanczos:
 
   def eigenvalue(self, end: int) -> Eigenvalue:
     values, vectors = self._ritz()
-    return Eigenvalue(float(values[end]), float(abs(self._beside[-1] * vectors[-1, end])))
+    rounding = jnp.finfo(jax.tree.leaves(self._vector)[0].dtype).eps * np.abs(values).max()
+    residual = max(abs(self._beside[-1] * vectors[-1, end]), rounding)
+    return Eigenvalue(float(values[end]), float(residual))
 
   def eigenvector(self, end: int) -> Vector:
     coefficients = self._ritz()[1][:, end]

@@ -317,6 +317,7 @@ def place(tree, mesh):
 def model(tiny_config):
   """Parameters of a tiny model, two batches, and a Surface over them on any mesh."""
   vocab = 96
+  tiny_config.model.D = 12
   one = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
   state = Trainer(tiny_config, vocab, one).init(0)
   batches = [jax.tree.map(np.asarray, random_batch(i, 8, 12, vocab)) for i in range(2)]
@@ -334,10 +335,11 @@ def together(batches):
   return Batch(*(None if x[0] is None else np.concatenate(x) for x in zip(*batches, strict=True)))
 
 
+@pytest.mark.full
 def test_a_model_of_some_thousand_parameters_against_its_dense_hessian(model):
   """lambda_max, lambda_min and traces of the mean over two unequal batches."""
   surface, params = model()
-  assert 2000 < model.parameters < 10_000
+  assert 2000 < model.parameters < 4000
   theta, unravel = jax.flatten_util.ravel_pytree(params)
   batch = together(model.batches)
 
@@ -354,7 +356,7 @@ def test_a_model_of_some_thousand_parameters_against_its_dense_hessian(model):
     lambda v: surface.product(HESSIAN, params, v),
     lambda: surface.signs(params, jax.random.key(0)),
   )
-  assert converge(found, (LARGEST, SMALLEST), rtol=1e-4, most=300)
+  assert converge(found, (LARGEST, SMALLEST), rtol=1e-3, most=300)
   assert found.eigenvalue(LARGEST).value == pytest.approx(exact[-1], rel=1e-4)
   assert found.eigenvalue(SMALLEST).value == pytest.approx(exact[0], rel=1e-3)
 
