@@ -14,8 +14,9 @@ TAU = "tau/logit"  # is in every record of a measurement
 
 def validation_rows(source: Source, c: Any, rows: int) -> Batch:
   """The first `rows` rows of the validation split, all of them full."""
-  # Whole documents are asked for, of which the last may not fit: so ask for more, and cut.
-  found = source.validation(L=c.model.L, rows=2 * rows, mask_documents=c.data.mask_documents).batch
+  # A source gives whole documents, as many as fit: so ask for more rows, and cut.
+  most = max(2 * rows, c.eval_steps * c.eval_batch_size)
+  found = source.validation(L=c.model.L, rows=most, mask_documents=c.data.mask_documents).batch
   if len(found.inputs_BxL) < rows:
     raise UsageError(
       f"{rows} sequences of {c.model.L} tokens were asked for, but {c.data.source} has "
