@@ -20,6 +20,9 @@ _CALLED = re.compile(r"\b(?:calls|body|to_apply)=%?([\w.-]+)")
 _SIDES = re.compile(r"\b(?:true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r"\bcondition=%?([\w.-]+)")
+_LIMIT = re.compile(r" = s32\[\]\S* constant\((\d+)\)")
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _GROUPS = re.compile(r"\breplica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\})")
 
 
@@ -30,6 +33,7 @@ class Collective(NamedTuple):
   kind: str
   arrays: tuple[Array, ...]  # whole
   times: int  # in one run of the program
+  channel: str  # its name; the compiler may spread one over several instructions
 
   @property
   def bytes(self) -> float:
@@ -45,7 +49,8 @@ def width(kind: str) -> float:
 def collectives(text: str) -> list[Collective]:
   """Every collective of a compiled program, `compiled.as_text()`."""
   computations, entry = _computations(text)
-  return list(_walk(computations, entry, 1))
+  found = _walk(computations, entry, 1)
+  return list({c.channel or str(number): c for number, c in enumerate(found)}.values())
 
 
 def bytes_by_kind(found: list[Collective]) -> dict[str, int]:
@@ -76,14 +81,30 @@ def _walk(computations: dict[str, list[str]], name: str, times: int) -> Iterator
     shape, op, rest = found.groups()
     kind = op.removesuffix("-start")
     if kind in KINDS:  # what a reduction applies is a sum of two numbers: no need to look inside
-      yield Collective(kind, tuple(_whole(kind, shape, rest, started=kind != op)), times)
+      channel = _CHANNEL.search(rest)
+      arrays = tuple(_whole(kind, shape, rest, started=kind != op))
+      if name.startswith("all-reduce-scatter"):  # what TPUs have for a reduce-scatter
+        kind = "reduce-scatter"
+      yield Collective(kind, arrays, times, channel[1] if channel else "")
     elif op == "conditional":
       branches = [list(_walk(computations, branch, times)) for branch in _branches(rest)]
       yield from max(branches, key=lambda found: sum(c.bytes for c in found))
     elif op not in ("async-update", "async-done"):  # these name what async-start has called
-      trips = _TRIPS.search(rest) if op == "while" else None
-      for called in _CALLED.findall(rest):
-        yield from _walk(computations, called, times * int(trips[1]) if trips else times)
+      inside = [c for called in _CALLED.findall(rest) for c in _walk(computations, called, times)]
+      trips = _trips(computations, rest) if op == "while" and inside else 1
+      yield from (c._replace(times=c.times * trips) for c in inside)
+
+
+def _trips(computations: dict[str, list[str]], rest: str) -> int:
+  """How often a loop runs: noted beside it, or what its counter is compared with."""
+  if noted := _TRIPS.search(rest):
+    return int(noted[1])
+  condition = _CONDITION.search(rest)
+  lines = computations[condition[1]] if condition else []
+  limits = [m[1] for line in lines if (m := _LIMIT.search(line))]
+  if len(limits) != 1:
+    raise ValueError(f"a loop that does not say how often it runs: {rest[:200]}")
+  return int(limits[0])
 
 
 def _branches(rest: str) -> list[str]:

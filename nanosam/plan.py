@@ -45,6 +45,7 @@ LIBTPU_ENVIRONMENT = {
   "TPU_ACCELERATOR_TYPE": "v5litepod-8",
   "TPU_WORKER_HOSTNAMES": "localhost",
   "TPU_LOG_DIR": "disabled",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip to fight over
 }
 
 
@@ -75,6 +76,8 @@ def main(argv: list[str]) -> None:
   c = config_lib.from_command_line([argv[0], *rest])
   c.workdir = c.workdir or "unused"
   validate(c)
+  if not 0 < args.utilization <= 1 or (args.peak or 1) <= 0:
+    raise UsageError("--utilization must lie in (0, 1], and --peak above 0")
   devices, hbm_bytes = devices_of(args.topology)
   plan = measure(c, vocabulary(c, args.vocab_size), devices, hbm_bytes, args.topology)
   cost = run_cost(c, plan, args.peak, args.utilization)
@@ -195,8 +198,6 @@ def run_cost(
 ) -> dict[str, Any]:
   """The whole run, if its devices do `utilization` of `peak` FLOP/s; nothing if none is known."""
   peak = peak or flops.peak_flops(plan.device_kind)
-  if not 0 < utilization <= 1 or (peak or 1) < 0:
-    raise UsageError("--utilization must lie in (0, 1], and --peak above 0")
   if peak is None:
     return {}
   hours = c.opt.num_train_steps * plan.flops_per_device / (peak * utilization) / 3600
