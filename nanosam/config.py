@@ -117,6 +117,10 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   c.mesh.data = 1  # copies of the model; -1 = the rest of the devices
   c.mesh.fsdp = -1  # devices that share one copy
 
+  c.diagnostics = ml_collections.ConfigDict()
+  c.diagnostics.every = 0  # steps between measurements of tau (see curvature.py); 0 = off
+  c.diagnostics.batch_size = c.get_ref("batch_size") * 1  # sequences of the validation split
+
   c.eval_every_steps = 500
   c.eval_steps = 32  # eval_steps x eval_batch_size sequences: a fixed set, whatever the batch size
   c.eval_batch_size = 64
@@ -171,7 +175,7 @@ def parameter_counts(c: ml_collections.ConfigDict, vocab_size: int) -> dict[str,
 # Keys that may differ between a run and its continuation: they do not change the result.
 FREE_KEYS = re.compile(
   r"workdir|log_every_steps|checkpoint.*|max_to_keep|allow_changed_keys|compilation_cache|deterministic|profile_steps|tensorboard|wandb\..*|mesh\..*|"
-  r"grad_accumulation_steps|model\.remat|data\.(workers|prefetch|cache_dir|data_dir)"
+  r"diagnostics\..*|grad_accumulation_steps|model\.remat|data\.(workers|prefetch|cache_dir|data_dir)"
 )
 
 

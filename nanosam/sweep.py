@@ -95,13 +95,14 @@ class Planned(NamedTuple):
   config: ml_collections.ConfigDict  # resolved and valid
   workdir: pathlib.Path
 
+  def arguments(self, workdir: object) -> list[str]:
+    """Of nanosam.train."""
+    overrides = [f"--config.{key}={value}" for key, value in self.overrides.items()]
+    return [f"--config={self.spec}", *overrides, f"--config.workdir={workdir}"]
+
   @property
   def command(self) -> list[str]:
-    return [
-      *(sys.executable, "-m", "nanosam.train", f"--config={self.spec}"),
-      *(f"--config.{key}={value}" for key, value in self.overrides.items()),
-      f"--config.workdir={self.workdir}",
-    ]
+    return [sys.executable, "-m", "nanosam.train", *self.arguments(self.workdir)]
 
   @property
   def tokens(self) -> int:

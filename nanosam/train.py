@@ -19,6 +19,7 @@ from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import Checkpoints
 from nanosam.data.batch import Batch, Reading, batch_hash
 from nanosam.data.pipeline import Source, source_of
+from nanosam.diagnostics import TAU, Diagnostics
 from nanosam.evaluate import Evaluator
 from nanosam.metrics import Cost, Meter
 from nanosam.model import non_embedding_count
@@ -80,6 +81,7 @@ class Position:
 
   step: int = 0  # updates made
   evaluated: int = 0  # step of the last evaluation
+  diagnosed: int = -1  # step of the last measurement of tau
   last_eval_loss: float = math.nan
   best_eval_loss: float = math.inf
 
@@ -94,6 +96,8 @@ def position(workdir: pathlib.Path, step: int) -> Position:
   for record in read_metrics(path) if path.exists() else []:
     if "eval/loss" in record and record["step"] <= step:
       at.book(record["step"], record["eval/loss"])
+    if TAU in record and record["step"] <= step:
+      at.diagnosed = record["step"]
   return at
 
 
@@ -181,6 +185,7 @@ class Run:
     self.flops = {True: flops_per_step, False: flops_unperturbed}  # by whether rho > 0
     self.meter = Meter(self.cost, peak * self.mesh.size if peak else None)
     self.spikes = watch.SpikeDetector(c.guard.spike)
+    self.diagnostics = Diagnostics(self.trainer, self.source) if c.diagnostics.every else None
     self.profiler = Profiler(self.workdir, c.profile_steps, say=self.say)
 
   def at_end(self) -> bool:
@@ -197,10 +202,13 @@ class Run:
     while True:
       evaluate = self.due(self.c.eval_every_steps) and self.at.evaluated != self.at.step
       save = self.due(self.c.checkpoint_every_steps) or self.stop
-      if pending and (evaluate or save):
+      diagnose = self.due_for_diagnostics()
+      if pending and (evaluate or save or diagnose):
         self.log(pending)
         pending = None
       with self.meter.paused():
+        if diagnose:
+          self.diagnose()
         if evaluate:
           self.evaluate()
         if save:
@@ -257,6 +265,16 @@ class Run:
     self.writers.write(step, {**evaluation.metrics(), **dataclasses.asdict(self.meter.cost)})
     self.at.book(step, evaluation.loss)
     self.say(f"step {step}  {evaluation}")
+
+  def due_for_diagnostics(self) -> bool:
+    """From step 0 on: the first steps are when tau changes most."""
+    every, step = self.c.diagnostics.every, self.at.step
+    return bool(every) and (step % every == 0 or self.at_end()) and self.at.diagnosed != step
+
+  def diagnose(self) -> None:
+    assert self.diagnostics is not None
+    self.writers.write(self.at.step, self.diagnostics(self.state))
+    self.at.diagnosed = self.at.step
 
   def save(self) -> None:
     if self.checkpoints is None or self.at.step in (0, *self.checkpoints.steps()):

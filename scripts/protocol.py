@@ -14,6 +14,9 @@ Protocol, fixed before the runs (every cell that is run is reported):
               steps; the letter of the paper's preconditioner (rho tuned again: its scale differs);
               bf16; untied.
 Where the best of a grid is at its edge, the grid is extended, rho within an RMS of 1e-5 to 3e-4.
+(f) tau       AdamW as configured, with the taus of Eq. 9 on the way (runs of their own).
+Final models are then measured: sharpness (nanosam.sharpness) or prune (nanosam.prune), on every
+seed of each method's best setting.
 Whatever wins on the seed of (a) and (b) is flattered by it; (c) averages that seed with others.
 """
 
@@ -39,7 +42,10 @@ from nanosam.step import Trainer
 ROOT = pathlib.Path(__file__).parents[1]
 ADAMW, PEAK, DECAY, RHO = "adamw", "opt.peak_learning_rate", "opt.weight_decay", "opt.rho"
 TUNED = (PEAK, DECAY, RHO)
-STAGES = ("baseline", "rho", "seeds", "compute", "factors")
+TRAINED = ("baseline", "rho", "seeds", "compute", "factors")
+STAGES = (*TRAINED, "tau")
+MEASURES = ("sharpness", "prune")  # of final models
+TAUS = 40  # measurements in a run
 TUNING_SEED = 1
 FACTORS = ("small_batch", "long", "paper_variant", "bf16", "untied")
 
@@ -57,6 +63,7 @@ class Experiment(NamedTuple):
   methods: tuple[str, ...]
   settings: dict[str, list[Setting]]  # by scale
   stages: tuple[str, ...] = ("baseline", "rho", "seeds")
+  measures: tuple[str, ...] = ()
 
 
 def _paper(config: str, *sizes: str) -> list[Setting]:
@@ -76,7 +83,7 @@ FOUR = (ADAMW, "sam", "precond_sam", "precond_func_sam")
 SIX = (*FOUR, "func_sam", "momentum_func_sam")
 EXPERIMENTS = {
   "table1": Experiment(
-    SIX, {"mini": _mini(32, paper="2M"), "paper": _paper("fixed_length.py", "2M")}, STAGES
+    SIX, {"mini": _mini(32, paper="2M"), "paper": _paper("fixed_length.py", "2M")}, TRAINED
   ),
   "table2": Experiment(FOUR, {"mini": _mini(32, 64), "paper": _paper("fixed_length.py", *SIZES)}),
   "table3": Experiment(
@@ -86,6 +93,14 @@ EXPERIMENTS = {
       "paper": _paper("chinchilla.py", *SIZES),
     },
   ),
+  "table4": Experiment(
+    FOUR,
+    {
+      "mini": _mini(32, paper="23.9M"),
+      "paper": _paper("chinchilla.py", "23.9M"),
+    },
+    measures=("sharpness",),
+  ),
   "table5": Experiment(
     (ADAMW, "precond_sam", "precond_func_sam"),
     {
@@ -93,13 +108,31 @@ EXPERIMENTS = {
       "paper": _activations("fixed_length.py", size="2M"),
     },
   ),
+  "table6": Experiment(
+    FOUR,
+    {
+      "mini": _mini(64, paper="117.9M"),
+      "paper": _paper("chinchilla.py", "117.9M"),
+    },
+    measures=("sharpness",),
+  ),
   "fig1": Experiment(
     (ADAMW, "sam"), {"mini": _mini(32), "paper": _paper("fixed_length.py", "23.9M")}
+  ),
+  "fig2": Experiment(
+    (ADAMW,),
+    {"mini": _mini(32), "paper": _paper("fixed_length.py", "2M", "23.9M")},
+    ("tau",),
   ),
   "fig3": Experiment(
     (ADAMW, "sam", "precond_func_sam"),
     {"mini": _mini(32), "paper": _paper("fixed_length.py", "23.9M")},
     ("baseline", "rho"),
+  ),
+  "fig5": Experiment(
+    (ADAMW, "sam", "precond_func_sam"),
+    {"mini": _mini(32), "paper": _paper("fixed_length.py", "23.9M")},
+    measures=("prune",),
   ),
 }
 
@@ -129,6 +162,9 @@ class Lab:
     self.experiment = EXPERIMENTS[self.name]
     self.settings = self.experiment.settings[self.scale]
     self.methods = self.methods or self.experiment.methods
+    self.measures = self.experiment.measures
+    # Measuring on the way leaves a run as it is, and so its name: hence a place of their own.
+    self.folder = self.out / ("runs-tau" if "tau" in self.experiment.stages else "runs")
     self.stages = tuple(
       s for s in self.experiment.stages if not (self.scale == "paper" and s == "baseline")
     )
@@ -161,8 +197,7 @@ class Lab:
   @functools.cached_property
   def found(self) -> tuple[list[runs.Run], list[str]]:
     """Every run in `out`, and what is wrong with some."""
-    folder = self.out / "runs"
-    return runs.find_runs([folder]) if folder.is_dir() else ([], [])
+    return runs.find_runs([self.folder]) if self.folder.is_dir() else ([], [])
 
   def forget(self) -> None:
     """Runs have been made: look again."""
@@ -274,6 +309,10 @@ class Lab:
       for m, n in lengths.items()
       if m in self.methods
     }
+
+  def _tau(self, setting: Setting) -> list[Spec]:
+    every = max(1, self.config(setting, ADAMW).opt.num_train_steps // TAUS)
+    return self._seeded(setting, ADAMW, {"diagnostics.every": every})
 
   def _factors(self, setting: Setting) -> list[Spec]:
     found = []
