@@ -1,10 +1,11 @@
 """A trained model, read back from its workdir: what the commands over a run share."""
 
 import argparse
-import pathlib
+import os
 from typing import Any, NamedTuple, NoReturn
 
 import ml_collections
+from etils import epath
 from jax.sharding import Mesh
 
 from nanosam import config as config_lib
@@ -27,9 +28,9 @@ class Loaded(NamedTuple):
   step: int
 
 
-def load_run(workdir: str | pathlib.Path, step: str = "latest") -> Loaded:
+def load_run(workdir: str | os.PathLike[str], step: str = "latest") -> Loaded:
   """The run's model at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
-  workdir = pathlib.Path(workdir)
+  workdir = epath.Path(workdir)
   stored = workdir_lib.read_config(workdir)
   environment = stored.pop(workdir_lib.ENVIRONMENT, {})
   c = _config(stored)
@@ -57,13 +58,13 @@ def _config(stored: dict[str, Any]) -> ml_collections.ConfigDict:
   return c.lock()
 
 
-def _open_checkpoints(workdir: pathlib.Path) -> Checkpoints:
+def _open_checkpoints(workdir: epath.Path) -> Checkpoints:
   if not (workdir / FOLDER).is_dir():
     raise UserError(f"{workdir} has no checkpoints; train with --config.checkpoint=True")
   return Checkpoints(workdir, read_only=True)
 
 
-def _choose(checkpoints: Checkpoints, workdir: pathlib.Path, step: str) -> int:
+def _choose(checkpoints: Checkpoints, workdir: epath.Path, step: str) -> int:
   steps = checkpoints.steps()
   if not steps:
     raise UserError(f"{workdir} has no checkpoint yet; wait for the first, or train on")

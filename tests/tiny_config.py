@@ -63,16 +63,15 @@ def at_compile(act, _):
 
 
 def at_step(act, number):
-  write = writers.JsonlWriter.write
+  write = writers.FanOut.write  # in every process of a run, though only the first has a file
 
   def write_and_act(self, step, values):
     write(self, step, values)
     if step == number and "train/loss" in values:
-      folder = self._path.parent / "checkpoints"
-      wait_until(lambda: not list(folder.glob("*tmp*")))
+      wait_until(lambda: not list(checkpoints().glob("*tmp*")))
       act()
 
-  writers.JsonlWriter.write = write_and_act
+  writers.FanOut.write = write_and_act
 
 
 def at_eval(act, number):
@@ -92,12 +91,16 @@ def at_saving(act, number):
   start = time.time()
 
   def watch():
-    workdir = next(w.split("=")[1] for w in sys.argv if w.startswith("--config.workdir="))
-    folder = pathlib.Path(workdir, "checkpoints")
-    wait_until(lambda: any(written_since(start, p) for p in folder.glob(f"{number}.*tmp*/*/*")))
+    found = f"{number}.*tmp*/*/*"
+    wait_until(lambda: any(written_since(start, p) for p in checkpoints().glob(found)))
     act()
 
   threading.Thread(target=watch, daemon=True).start()
+
+
+def checkpoints():
+  workdir = next(w.split("=")[1] for w in sys.argv if w.startswith("--config.workdir="))
+  return pathlib.Path(workdir, "checkpoints")
 
 
 def written_since(start, path):
