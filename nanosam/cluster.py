@@ -7,8 +7,10 @@ it waits for no device.
 """
 
 import contextlib
+import ctypes
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -202,6 +204,11 @@ def _join(place: Place, timeout: int) -> Member:
     cluster_detection_method="deactivate",
     initialization_timeout=timeout,
   )
+  # A process whose coordinator dies is aborted by JAX within milliseconds. With sleep(SIGABRT) as
+  # the handler of that signal it has six seconds more: enough for `_listen` to say what happened
+  # and to end with the code of a run that can be resumed.
+  libc = ctypes.CDLL(None)
+  libc.signal(signal.SIGABRT, libc.sleep)
   return member
 
 

@@ -40,7 +40,7 @@ PACKAGES = (
 
 
 class Workdir:
-  """Where a run's files lie. Here both places are the same; remote_workdir.py has another kind."""
+  """Where a run's files lie: on this machine, all in one place. remote_workdir.py has another."""
 
   def __init__(self, files: pathlib.Path, home: epath.Path):
     self.files = files  # config, metrics and what else the first process writes

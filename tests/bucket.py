@@ -210,10 +210,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
       start, stop = max(size - int(match[2]), 0), size
     if start >= size:
       raise Refused(416, "The requested range cannot be satisfied.")
-    return 206, o.content[start:stop], {
-      **headers,
-      "Content-Range": f"bytes {start}-{stop - 1}/{size}",
-    }
+    return (
+      206,
+      o.content[start:stop],
+      {
+        **headers,
+        "Content-Range": f"bytes {start}-{stop - 1}/{size}",
+      },
+    )
 
   def _upload(self, store: ObjectStore, query, body):
     kind = query["uploadType"]
