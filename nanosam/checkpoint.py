@@ -23,6 +23,7 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from nanosam.cluster import ALONE, Hosts
+from nanosam.data.remote import is_remote
 from nanosam.errors import UserError
 
 FOLDER = "checkpoints"
@@ -52,7 +53,8 @@ class Checkpoints:
     hosts: Hosts = ALONE,
   ):
     self._hosts = hosts
-    self._folder = epath.Path(workdir).absolute() / FOLDER
+    path = os.fspath(workdir)
+    self._folder = epath.Path(path if is_remote(path) else os.path.abspath(path)) / FOLDER
     self._max_to_keep, self._read_only, self._say = max_to_keep, read_only, say
     _mute_stragglers()
     self._manager = self._open()
@@ -242,7 +244,7 @@ class _Nothing(ocp.AsyncCheckpointHandler):
     pass
 
 
-@ocp.args.register_with_handler(_Nothing, for_save=True)
+@ocp.args.register_with_handler(_Nothing, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class After(ocp.args.CheckpointArgs):
   done: Any  # a Future

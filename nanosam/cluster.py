@@ -118,7 +118,7 @@ class Member(Hosts):
     self.broken = self._leaving = True
     line = str(error).strip().split("\n")[0] or type(error).__name__
     print(f"nanosam: {line}", file=sys.stderr, flush=True)
-    self._line.send(failed=line)
+    self._line.send(failed=line, code=_code(error))
     self._over.wait(5)  # until the others know
 
   def leave(self) -> None:
@@ -146,7 +146,7 @@ def joined(settings: Any, stop: StopRequest) -> Iterator[Hosts]:
     raise
   except BaseException as e:
     member.report(e)
-    _exit("", e.exit_code if isinstance(e, UserError) else 1)  # at once: nobody waits for this one
+    _exit("", _code(e))  # at once: nobody waits for this one
   member.leave()
 
 
@@ -225,6 +225,10 @@ def _connect(place: Place, timeout: float) -> Line:
           f"({e.strerror or e}): is process 0 running there, and is the port open?"
         ) from e
     time.sleep(0.5)
+
+
+def _code(error: BaseException) -> int:
+  return error.exit_code if isinstance(error, UserError) else UserError.exit_code
 
 
 def _exit(text: str, code: int) -> None:

@@ -136,7 +136,7 @@ class Hub:
       if "gather" in message:
         self._collect(process, message["gather"])
       elif "failed" in message:
-        return self._end(f"{who} failed: {message['failed']}")
+        return self._end(f"{who} failed: {message['failed']}", message["code"])
       elif "left" in message:
         return self._farewell(process)
     self._end(f"{who} is gone; run the same command to resume", Interrupted.exit_code)

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import secrets
 import shutil
 import socket
@@ -83,7 +84,9 @@ class Folder:
     except ImportError as e:
       raise UsageError(f"{self.uri} needs another package: pip install 'nanosam[gcs]'") from e
     except Exception as e:  # of the client, of its transport, of the credentials
-      line = str(getattr(e, "message", e)).strip().split("\n")[0] or type(e).__name__
+      text = str(e).strip() or type(e).__name__
+      told = re.search(r'"message": *"([^"]+)"', text)  # by the store, amid the request's details
+      line = told[1] if told else text.split("\n")[0]
       raise UserError(
         f"cannot use {self.uri}: {line}; check that the bucket exists and that you may write to it"
       ) from e

@@ -60,6 +60,7 @@ class ObjectStore:
       "STORAGE_EMULATOR_HOST": self.url,
       "TENSORSTORE_GCS_HTTP_URL": self.url,
       "GOOGLE_AUTH_TOKEN_FOR_TESTING": "abc",  # tensorstore looks no further for credentials
+      "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # gcsfs would ask Google what kind of bucket
     }
 
   def download(self, prefix: str, folder: pathlib.Path) -> pathlib.Path:
@@ -184,8 +185,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
       raise Refused(404, "The specified bucket does not exist.")
     if kind == "/upload":
       return self._upload(store, query, body)
-    if "/rewriteTo/b/" in (match[3] or ""):
-      return self._copy(store, match[3], query)
+    if copy := re.fullmatch(r"(.*)/(rewriteTo/b/[^/]+|moveTo)/o/(.*)", match[3] or ""):
+      return self._copy(store, *map(urllib.parse.unquote, copy.groups()), query)
     if not path.endswith("/o") and not name:
       return 200, json.dumps({"kind": "storage#bucket", "name": bucket, "id": bucket}).encode(), {}
     if not name:
@@ -244,13 +245,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
     o = store.put(name, body, query, content_type)
     return 200, json.dumps(resource(name, o)).encode(), {}
 
-  def _copy(self, store: ObjectStore, path: str, query):
-    source, target = (
-      urllib.parse.unquote(p) for p in path.split(f"/rewriteTo/b/{BUCKET}/o/", maxsplit=1)
-    )
+  def _copy(self, store: ObjectStore, source: str, how: str, target: str, query):
     o = store.get(source, {})
-    made = store.put(target, o.content, query, o.content_type)
-    answer = {"kind": "storage#rewriteResponse", "done": True, "resource": resource(target, made)}
+    answer = resource(target, store.put(target, o.content, query, o.content_type))
+    if how == "moveTo":
+      store.delete(source, {})
+    else:
+      answer = {"kind": "storage#rewriteResponse", "done": True, "resource": answer}
     return 200, json.dumps(answer).encode(), {}
 
   def _batch(self, store: ObjectStore, body: bytes):

@@ -6,8 +6,8 @@ import pathlib
 import signal
 import subprocess
 import sys
-import warnings
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -80,10 +80,10 @@ def steps(workdir: pathlib.Path) -> list[int]:
 def state(workdir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
   """Every array of a checkpoint."""
   path = workdir / "checkpoints" / str(step) / "state"
-  with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # orbax: that the shardings come from the checkpoint
-    tree = ocp.PyTreeCheckpointer().restore(path)
-  return dict(_leaves(tree))
+  reader = ocp.PyTreeCheckpointer()
+  saved = reader.metadata(path).item_metadata.tree
+  as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+  return dict(_leaves(reader.restore(path, restore_args=as_numpy)))
 
 
 def _leaves(tree, prefix=()):
