@@ -56,6 +56,7 @@ class Checkpoints:
     path = os.fspath(workdir)
     self._folder = epath.Path(path if is_remote(path) else os.path.abspath(path)) / FOLDER
     self._max_to_keep, self._read_only, self._say = max_to_keep, read_only, say
+    self._failure: BaseException | None = None  # of a save in the background
     _mute_stragglers()
     self._manager = self._open()
 
@@ -75,6 +76,7 @@ class Checkpoints:
       read_only=self._read_only,
       create=not self._read_only,
       cleanup_tmp_directories=not self._read_only,  # of a run that died while saving
+      async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._barrier),
     )
     try:
       if self._folder.exists() and not self._folder.is_dir():
@@ -131,7 +133,18 @@ class Checkpoints:
   def check(self) -> None:
     """Raises if a save has failed in the background."""
     with self._trouble():
-      self._manager.check_for_errors()
+      if self._failure:
+        raise self._failure
+
+  def _barrier(self, *, key: str, timeout_ms: int) -> None:
+    """Where orbax, in the background, makes processes wait for each other.
+
+    It does so also after an error, when the others wait at another barrier: for ten minutes.
+    """
+    self._failure = sys.exc_info()[1]
+    if self._failure:
+      raise self._failure
+    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
   def wait(self) -> None:
     with self._trouble():

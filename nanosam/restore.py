@@ -1,6 +1,7 @@
 """A trained model, read back from its workdir: what the commands over a run share."""
 
 import argparse
+import contextlib
 import os
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,6 +14,7 @@ from nanosam import runtime, sharding
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import FOLDER, Checkpoints
 from nanosam.data.pipeline import Source, source_of
+from nanosam.data.remote import is_remote, reaching
 from nanosam.errors import UsageError, UserError
 from nanosam.model import Params
 from nanosam.optim.passes import Net
@@ -31,7 +33,8 @@ class Loaded(NamedTuple):
 def load_run(workdir: str | os.PathLike[str], step: str = "latest") -> Loaded:
   """The run's model at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
   workdir = epath.Path(workdir)
-  stored = workdir_lib.read_config(workdir)
+  with reaching(str(workdir)) if is_remote(str(workdir)) else contextlib.nullcontext():
+    stored = workdir_lib.read_config(workdir)
   environment = stored.pop(workdir_lib.ENVIRONMENT, {})
   c = _config(stored)
   runtime.set_up_jax(c)

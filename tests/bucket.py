@@ -36,12 +36,12 @@ class Refused(Exception):
 
 
 class ObjectStore:
-  """One bucket. `trouble(method, path)` is called before each request: it may wait, or refuse."""
+  """One bucket. `trouble(method, object)` is called before each request: it may wait, or refuse."""
 
   def __init__(self):
     self.objects: dict[str, Object] = {}
     self.uploads: dict[str, str] = {}  # resumable ones: id -> name
-    self.trouble = lambda method, path: None
+    self.trouble = lambda method, name: None
     self.lock = threading.Lock()
     self.generations = itertools.count(1000)
     self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -147,7 +147,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     query = dict(urllib.parse.parse_qsl(url.query))
     body = self._body()
     try:
-      store.trouble(self.command, urllib.parse.unquote(url.path) + "?" + query.get("name", ""))
       self._answer(*self._route(store, url.path, query, body))
     except Refused as e:
       error = {"error": {"code": e.status, "message": e.message, "errors": []}}
@@ -185,6 +184,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
       raise Refused(404, "The specified bucket does not exist.")
     if kind == "/upload":
       return self._upload(store, query, body)
+    store.trouble(self.command, name)
     if copy := re.fullmatch(r"(.*)/(rewriteTo/b/[^/]+|moveTo)/o/(.*)", match[3] or ""):
       return self._copy(store, *map(urllib.parse.unquote, copy.groups()), query)
     if not path.endswith("/o") and not name:
@@ -242,6 +242,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
       body = body.removesuffix(b"\n").removesuffix(b"\r")
     else:
       name = query["name"]
+    store.trouble(self.command, name)
     o = store.put(name, body, query, content_type)
     return 200, json.dumps(resource(name, o)).encode(), {}
 

@@ -16,7 +16,7 @@ import time
 
 import jax
 
-from nanosam import config, evaluate, writers
+from nanosam import config, evaluate, remote_workdir, writers
 
 
 def get_config(arg=None):
@@ -34,6 +34,8 @@ def get_config(arg=None):
   c.checkpoint_every_steps = 4
   c.log_every_steps = 1
   c.wandb.mode = "disabled"
+  if seconds := os.environ.get("NANOSAM_TEST_TAKE_OVER"):
+    remote_workdir.TAKE_OVER_AFTER = float(seconds)
   if fault := os.environ.get("NANOSAM_TEST_FAULT"):
     what, _, where = fault.partition("@")
     name, _, number = where.partition(":")

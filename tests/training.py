@@ -35,6 +35,7 @@ class Outcome:
 @dataclasses.dataclass
 class Commands:
   cache: pathlib.Path  # of the corpus and of compiled code
+  extra: dict[str, str] = dataclasses.field(default_factory=dict)  # of the environment
 
   def environment(self, devices: int, fault: str) -> dict[str, str]:
     return {
@@ -43,6 +44,7 @@ class Commands:
       "NANOSAM_TEST_FAULT": fault,
       "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
       "JAX_PLATFORMS": "cpu",
+      **self.extra,
     }
 
   def start(self, module: str, *words: str, devices: int = 1, fault: str = "") -> subprocess.Popen:
