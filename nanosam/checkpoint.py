@@ -102,7 +102,8 @@ class Checkpoints:
     """Steps of the finished checkpoints on disk, without opening any."""
     if not self._folder.is_dir():
       return []
-    return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
+    steps = (path for path in self._folder.iterdir() if path.name.isdigit())
+    return sorted(int(path.name) for path in steps if ocp.utils.is_checkpoint_finalized(path))
 
   def best_step(self) -> int | None:
     return self._manager.best_step() if self.steps() else None

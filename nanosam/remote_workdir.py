@@ -109,7 +109,8 @@ class Lease:
     self.lost = False
     if not self._write():
       raise self._taken()
-    threading.Thread(target=self._renew, name="lease", daemon=True).start()
+    self._renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
+    self._renewal.start()
 
   def _replaceable(self, before: str) -> int:
     """The generation of no claim, or of a dead one; `before` is the last one of this machine."""
@@ -143,9 +144,11 @@ class Lease:
     content = json.dumps({"token": self._token, "host": socket.gethostname()}).encode()
     try:
       self._generation = self._folder.write(LEASE, content, if_generation_match=self._generation)
-    except PreconditionFailed:  # perhaps by our own write, whose answer was lost and was repeated
-      self._generation, owner = self._read()
-      return owner.get("token") == self._token
+    except PreconditionFailed:
+      generation, owner = self._read()
+      if owner.get("token") != self._token:
+        return False
+      self._generation = generation  # of our own write: its answer was lost, and it was repeated
     return True
 
   def _taken(self) -> UsageError:
@@ -169,6 +172,7 @@ class Lease:
 
   def release(self) -> None:
     self._released.set()
+    self._renewal.join()
     with contextlib.suppress(Exception):
       self._folder.delete(LEASE, if_generation_match=self._generation)
 

@@ -45,6 +45,7 @@ class ObjectStore:
     self.lock = threading.Lock()
     self.generations = itertools.count(1000)
     self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    self._server.handle_error = lambda *_: None  # a client that was killed
     self._server.daemon_threads = True
     self._server.store = self  # type: ignore[attr-defined]
     self.url = f"http://127.0.0.1:{self._server.server_port}"

@@ -93,14 +93,12 @@ def test_files_are_sent_and_fetched_on_another_machine(store, tmp_path):
 def test_metrics_come_after_what_they_speak_of(store, tmp_path):
   workdir = RemoteWorkdir(URI, str(tmp_path), ALONE)
   sent = []
-  store.trouble = lambda method, path: sent.append(path) if method == "POST" else None
+  store.trouble = lambda method, name: sent.append(name) if method == "POST" else None
   for name in ("eval_sequences.npz", "metrics.jsonl", "zzz"):
     (workdir.files / name).write_text(name)
   workdir.upload().result()
   workdir.upload().result()  # nothing changed
-  assert len(sent) == 3
-  order = sorted(store.objects, key=lambda name: store.objects[name].generation)
-  assert order[-1] == f"{RUN}/metrics.jsonl"
+  assert sent == [f"{RUN}/{name}" for name in ("eval_sequences.npz", "zzz", "metrics.jsonl")]
   workdir.close()
 
 
@@ -123,12 +121,12 @@ def test_buckets_that_cannot_be_used(store, tmp_path):
   with pytest.raises(UserError, match="bucket does not exist"):
     RemoteWorkdir("gs://other/a", str(tmp_path), ALONE)
 
-  def read_only(method: str, path: str) -> None:
+  def read_only(method: str, name: str) -> None:
     if method != "GET":
       raise Refused(403, "x does not have storage.objects.create access.")
 
   store.trouble = read_only
-  with pytest.raises(UserError, match="does not have .* access.*may write to it"):
+  with pytest.raises(UserError, match=r"does not have .* access.*may write to it"):
     RemoteWorkdir(URI, str(tmp_path), ALONE)
 
 
@@ -156,9 +154,7 @@ def test_a_run_goes_on_on_another_machine(store, machine, whole, tmp_path):
   second = machine("two")
   outcome = second.train(URI)
   assert outcome.code == 0, outcome.err
-  assert (
-    "was last used on" in outcome.err and "resuming gs://bucket/runs/a at step 8" in outcome.err
-  )
+  assert "was last used on" in outcome.err and f"resuming {URI} at step 8" in outcome.err
   there = store.download(RUN, tmp_path / "downloaded")
   assert_same_run(there, whole)
   assert {"config.json", "eval_sequences.npz"} < {p.name for p in there.iterdir()}
@@ -187,9 +183,9 @@ def test_a_slow_upload_holds_up_the_checkpoint_but_not_the_training(store, machi
   go = threading.Event()
   complete = f"{RUN}/checkpoints/4/commit_success.txt"
 
-  def slow(method: str, path: str) -> None:
-    if method == "POST" and any(o.startswith(f"{RUN}/checkpoints/4/") for o in list(store.objects)):
-      go.wait(300) if "uploadType" in path or path.endswith("/o?") else None
+  def slow(method: str, name: str) -> None:
+    if (method, name) == ("POST", f"{RUN}/metrics.jsonl"):
+      go.wait(300)
 
   store.trouble = slow
   commands = machine("one")
