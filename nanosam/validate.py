@@ -33,13 +33,13 @@ CHOICES = {
 AT_LEAST_ONE = """
   model.D model.H model.L model.N model.F batch_size grad_accumulation_steps opt.num_train_steps
   eval_every_steps eval_steps eval_batch_size diagnostics.batch_size log_every_steps
-  checkpoint_every_steps max_to_keep
+  checkpoint_every_steps max_to_keep cluster.timeout
 """.split()
 NOT_NEGATIVE = """
   seed data_seed head.chunk opt.rho opt.rho_warmup_steps opt.perturb_group opt.asam_eta opt.eps
   opt.peak_learning_rate opt.init_learning_rate opt.final_learning_rate opt.warmup_steps
   opt.weight_decay opt.clip_by_global_norm guard.max_skips guard.spike data.workers data.prefetch
-  diagnostics.every
+  diagnostics.every cluster.num_processes
 """.split()
 BELOW_ONE = ("opt.b1", "opt.b2", "opt.muon_beta", "opt.wsd_decay_fraction")
 REGEXES = ("opt.weight_decay_params", "opt.perturb_params")

@@ -19,7 +19,7 @@ import time
 
 import jax
 
-from nanosam import config, evaluate, writers
+from nanosam import config, evaluate, remote_workdir, writers
 from nanosam.data import pipeline
 
 
@@ -38,6 +38,8 @@ def get_config(arg=None):
   c.checkpoint_every_steps = 4
   c.log_every_steps = 1
   c.wandb.mode = "disabled"
+  if seconds := os.environ.get("NANOSAM_TEST_TAKE_OVER"):
+    remote_workdir.TAKE_OVER_AFTER = float(seconds)
   if fault := os.environ.get("NANOSAM_TEST_FAULT"):
     what, _, where = fault.partition("@")
     name, _, number = where.partition(":")
@@ -67,16 +69,15 @@ def at_compile(act, _):
 
 
 def at_step(act, number):
-  write = writers.JsonlWriter.write
+  write = writers.FanOut.write  # in every process of a run, though only the first has a file
 
   def write_and_act(self, step, values):
     write(self, step, values)
     if step == number and "train/loss" in values:
-      folder = self._path.parent / "checkpoints"
-      wait_until(lambda: not list(folder.glob("*tmp*")))
+      wait_until(lambda: not list(checkpoints().glob("*tmp*")))
       act()
 
-  writers.JsonlWriter.write = write_and_act
+  writers.FanOut.write = write_and_act
 
 
 def at_eval(act, number):
@@ -96,9 +97,8 @@ def at_saving(act, number):
   start = time.time()
 
   def watch():
-    workdir = next(w.split("=")[1] for w in sys.argv if w.startswith("--config.workdir="))
-    folder = pathlib.Path(workdir, "checkpoints")
-    wait_until(lambda: any(written_since(start, p) for p in folder.glob(f"{number}.*tmp*/*/*")))
+    found = f"{number}.*tmp*/*/*"
+    wait_until(lambda: any(written_since(start, p) for p in checkpoints().glob(found)))
     act()
 
   threading.Thread(target=watch, daemon=True).start()
@@ -116,6 +116,11 @@ def at_data(_, number):
     return batch
 
   pipeline.StoreStream.__next__ = read_and_spoil
+
+
+def checkpoints():
+  workdir = next(w.split("=")[1] for w in sys.argv if w.startswith("--config.workdir="))
+  return pathlib.Path(workdir, "checkpoints")
 
 
 def written_since(start, path):
