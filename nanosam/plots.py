@@ -219,52 +219,50 @@ def run_curve(target: Target, workdir: pathlib.Path) -> None:
     ax.legend()
 
 
-TAU_STYLES = {"logit": ("#D55E00", "s"), "func": ("#0072B2", "v"), "cross": ("#000000", "o")}
+TAU_STYLES = {"logit": (RED, "s"), "func": (BLUE, "v"), "cross": (INK, "o")}
 
 
-def taus(
-  path: pathlib.Path, runs: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]]
-) -> None:
+def taus(target: Target, runs: Mapping[str, Mapping[str, Curve]]) -> None:
   """`runs[label][logit|func|cross]` = (step, tau): a panel per run, as in Figures 2 and 4.
 
   Steps are on a logarithmic axis that begins at 0: tau changes most in the first ones.
   """
-  with figure(path, len(runs), (1.2 + 3.7 * len(runs), 3.4)) as axes:
+  with figure(target, len(runs), (1.2 + 3.7 * len(runs), 3.4)) as axes:
     for ax, (label, series) in zip(axes, runs.items(), strict=True):
       for name, (steps, values) in series.items():
         colour, marker = TAU_STYLES[name]
         style = dict(color=colour, marker=marker, markersize=4, linewidth=1.2)
         ax.plot(steps, values, label=f"$\\tau_\\mathrm{{{name}}}$", **style)
-      ax.axhline(0, color="#999999", linewidth=0.8)
+      ax.axhline(0, color=MUTED, linewidth=0.8)
       ax.set_xscale("symlog", linthresh=10)
       ax.set(xlabel="step", title=label)
     axes[0].set_ylabel("share of the sharpness gradient")
     axes[-1].legend()
 
 
-def landscape(path: pathlib.Path, found: Mapping[str, Any]) -> None:
+def landscape(target: Target, found: Mapping[str, Any]) -> None:
   """The loss along the top eigenvector with its parabola, and along random directions."""
   lines, value = found["landscape"], found["lambda_max"]["value"]
   x = np.asarray(lines["distance"])
-  with figure(path, 1, (5.6, 3.8)) as (ax,):
+  with figure(target, 1, (5.6, 3.8)) as (ax,):
     for number, losses in enumerate(lines["random"]):
       label = None if number else "random directions"
-      ax.plot(x, losses, color="#56B4E9", marker="^", markersize=4, linewidth=1.2, label=label)
-    ax.plot(x, lines["top"], color="#000000", marker="o", markersize=4, label="top eigenvector")
+      ax.plot(x, losses, color=SKY, marker="^", markersize=4, linewidth=1.2, label=label)
+    ax.plot(x, lines["top"], color=INK, marker="o", markersize=4, label="top eigenvector")
     parabola = found["loss"] + lines["top_slope"] * x + 0.5 * value * x**2
     label = f"its parabola, $\\lambda$ = {value:.3g}"
-    ax.plot(x, parabola, color="#D55E00", linestyle="--", linewidth=1.2, label=label)
+    ax.plot(x, parabola, color=RED, linestyle="--", linewidth=1.2, label=label)
     ax.set(xlabel="distance from the trained parameters", ylabel="loss (nats per token)")
     ax.legend()
 
 
-def pruning(path: pathlib.Path, runs: Sequence[Mapping[str, Any]]) -> None:
+def pruning(target: Target, runs: Sequence[Mapping[str, Any]]) -> None:
   """Eval loss by sparsity; `runs` as in prune.json. Of one method's runs the mean and the range."""
   by_method: dict[str, list[Any]] = {}
   for run in runs:
     by_method.setdefault(run["method"], []).append([p["loss"] for p in run["points"]])
   x = np.array([100 * p["sparsity"] for p in runs[0]["points"]])
-  with figure(path, 1, (5.6, 3.8)) as (ax,):
+  with figure(target, 1, (5.6, 3.8)) as (ax,):
     for method, losses in by_method.items():
       _band(ax, x, np.array(losses), *STYLES.get(method, OTHER), method)
     ax.set(xlabel="weights set to zero (%)", ylabel="eval loss")
