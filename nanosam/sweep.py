@@ -70,15 +70,18 @@ def _merge(parts: Iterable[Overrides]) -> Overrides:
 
 
 def tuned(
-  config: str, methods: Sequence[str], *, seeds: int, tag: str, **arguments: Any
+  config: str, methods: Sequence[str], *, seeds: int, tag: str, **arguments: Sequence[Any]
 ) -> list[tuple[str, Overrides]]:
-  """Every method at each rho of PAPER_RHO, adamw once; run k has seed k and data_seed k."""
+  """Every method at each rho of PAPER_RHO, adamw once, for every combination of the arguments.
+
+  Run k has seed k and data_seed k, so that methods are paired.
+  """
   numbers = range(1, seeds + 1)
   shared = product({"wandb.tags": [tag]}, together({"seed": numbers, "data_seed": numbers}))
   runs = []
-  for method in methods:
-    words = ",".join(f"{k}={v}" for k, v in {**arguments, "method": method}.items())
-    rhos = product({"opt.rho": PAPER_RHO[method]}) if method in PAPER_RHO else [{}]
+  for point in product({**arguments, "method": methods}):
+    words = ",".join(f"{k}={v}" for k, v in point.items())
+    rhos = product({"opt.rho": PAPER_RHO[point["method"]]} if point["method"] in PAPER_RHO else {})
     runs += [(f"{config}:{words}", overrides) for overrides in product(rhos, shared)]
   return runs
 

@@ -86,7 +86,9 @@ def cells(report: Mapping[str, Any]) -> Table:
   rows = []
   for g in report["groups"]:
     tried = [({k: v for k, v in c.items() if k != "losses"}, c["losses"]) for c in g["cells"]]
-    for values, losses in sorted(tried, key=lambda c: list(map(str, c[0].values()))):
+    for values, losses in sorted(
+      tried, key=lambda c: [(isinstance(v, str), v) for v in c[0].values()]
+    ):
       by_seed = [
         f"{seed.split(',')[0]}: {number(loss, '.4f', 'diverged')}" for seed, loss in losses.items()
       ]

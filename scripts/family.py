@@ -10,18 +10,18 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import measured
+import measures
 import numpy as np
+import protocol
 from page import Block, Figure, Figures, Folded, Grid, Items, Section, Text
+from protocol import ADAMW
+from results import rho_points
 
 from nanosam import compare, plots, tables
-from nanosam.runs import DIVERGED, FINISHED, Run
+from nanosam.runs import Run
 from nanosam.tables import Table
 from nanosam.writers import METRICS_FILE, read_metrics
 
-RHO, SCHEDULE = "opt.rho", "opt.rho_schedule"
-TUNED = ("opt.peak_learning_rate", "opt.weight_decay", RHO, SCHEDULE)
-ADAMW = "adamw"
 # Axis of an eval record: what it is called, and how many of that are one of the record's.
 AXES = {
   "step": ("steps", 1.0),
@@ -53,10 +53,7 @@ class Family:
   twins: Mapping[pathlib.Path, Run]  # the same run elsewhere, perhaps with taus on the way
 
   def __post_init__(self) -> None:
-    ended = [r for r in self.runs if r.state in (FINISHED, DIVERGED)]
-    values = {k: {r.keys[k] for r in ended if k in r.keys} for k in TUNED}
-    tune = [k for k in TUNED if len(values[k]) > (k == SCHEDULE)]
-    self.report = compare.compare(self.runs, tune=tune, baseline=ADAMW)
+    self.report = compare.compare(self.runs, tune=protocol.tuned_keys(self.runs), baseline=ADAMW)
     self.groups = [g for g in self.report.groups if math.isfinite(g.mean)]
 
   @functools.cached_property
@@ -83,8 +80,8 @@ class Family:
   def section(self) -> Section:
     found = self.report.to_json()
     curves = [*self.curve_figures(), *self.rho_figure()]
-    pruned = measured.pruning(self.measured("prune.json"), self.name)
-    sharpness = measured.sharpness(self.measured("sharpness.json"), {})
+    pruned = pruning_figure(self.measured("prune"), self.name)
+    sharpness = measures.sharpness_table(self.measured("sharpness"), {})
     return Section(
       f"Runs: {self.label}",
       [
@@ -99,9 +96,9 @@ class Family:
       ],
     )
 
-  def measured(self, file: str) -> dict[str, list[dict[str, Any]]]:
+  def measured(self, what: str) -> dict[str, list[dict[str, Any]]]:
     return {
-      g.label: [m for r in g.best.runs.values() for m in measured.read(r.path, file, r.steps)]
+      g.label: [found for r in g.best.runs.values() if (found := measures.stored(r, what))]
       for g in self.groups
     }
 
@@ -252,28 +249,23 @@ def values_of(
   return Table(["method", x_label, "value"], rows)
 
 
-def rho_points(report: compare.Report) -> tuple[dict[str, list[tuple[float, float]]], float]:
-  """Loss at each rho, all else as in the method's best setting; and the baseline's loss.
-
-  Every loss is over the same seeds, so that luck has no part in the shape of the curve.
-  """
-  base = report.group(report.baseline)
-  if base is None:
-    return {}, math.nan
-  cells = {}
-  for g in report.groups:
-    rest = {k: v for k, v in g.best.settings.items() if k != RHO}
-    mine = [c for c in g.cells if RHO in c.settings and c.settings | rest == c.settings]
-    if len(mine) > 1:
-      cells[g.label] = mine
-  shared = set(base.best.losses).intersection(*(c.losses for mine in cells.values() for c in mine))
-  if not shared:
-    return {}, math.nan
-  points = {
-    label: [(c.settings[RHO], loss) for c in mine if math.isfinite(loss := c.mean(shared))]
-    for label, mine in cells.items()
-  }
-  return {k: v for k, v in points.items() if v}, base.best.mean(shared)
+def pruning_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> list[Figure]:
+  """`found`: prune.json of the final models, by method."""
+  members = {method: runs for method, runs in found.items() if runs}
+  if not members:
+    return []
+  plots.pruning(buffer := io.StringIO(), [run for runs in members.values() for run in runs])
+  losses: dict[float, dict[str, list[float]]] = {}
+  for method, runs in members.items():
+    for point in (p for run in runs for p in run["points"]):
+      losses.setdefault(point["sparsity"], {}).setdefault(method, []).append(point["loss"])
+  rows = [
+    [f"{x:g}", *(f"{_mean(y[m]):.4f}" if m in y else "" for m in members)]
+    for x, y in sorted(losses.items())
+  ]
+  caption = "Eval loss after setting the smallest weights to zero, without training again"
+  values = Table(["sparsity", *members], rows)
+  return [Figure(f"{name}-pruning", caption, buffer.getvalue(), values)]
 
 
 def _mean(values: Iterable[float]) -> float:

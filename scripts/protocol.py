@@ -41,7 +41,7 @@ from nanosam.step import Trainer
 
 ROOT = pathlib.Path(__file__).parents[1]
 ADAMW, PEAK, DECAY, RHO = "adamw", "opt.peak_learning_rate", "opt.weight_decay", "opt.rho"
-TUNED = (PEAK, DECAY, RHO)
+TUNED, SCHEDULE = (PEAK, DECAY, RHO), "opt.rho_schedule"
 TRAINED = ("baseline", "rho", "seeds", "compute", "factors")
 STAGES = (*TRAINED, "tau")
 MEASURES = ("sharpness", "prune")  # of final models
@@ -139,6 +139,14 @@ EXPERIMENTS = {
 Spec = tuple[str, sweep.Overrides]
 
 
+def tuned_keys(chosen: Sequence[runs.Run]) -> list[str]:
+  """The keys that runs of one setting have been tuned in: besides TUNED the schedule of rho, where
+  a method needs another one (at 1208M)."""
+  ended = [r for r in chosen if r.state != runs.UNFINISHED]
+  values = {k: {r.keys[k] for r in ended if k in r.keys} for k in (*TUNED, SCHEDULE)}
+  return [k for k, found in values.items() if len(found) > (k == SCHEDULE)]
+
+
 @dataclasses.dataclass
 class Lab:
   """An experiment at a scale, with the runs that lie in `out`."""
@@ -226,7 +234,7 @@ class Lab:
     chosen = self.matching(setting, overrides)
     if not any(r.state == runs.FINISHED for r in chosen):
       return None
-    return compare.compare(chosen, tune=[k for k in TUNED if any(k in r.keys for r in chosen)])
+    return compare.compare(chosen, tune=tuned_keys(chosen))
 
   def best(self, setting: Setting, method: str) -> sweep.Overrides:
     """The tuned keys of a method, as overrides; in a dry run a guess will do."""

@@ -14,11 +14,13 @@ import pathlib
 import sys
 from typing import Any
 
-import measured
+import measures
 import page
 import protocol
-from family import ADAMW, TUNED, Family, comparison_blocks, tried
+from family import Family, comparison_blocks, pruning_figure, tried
 from page import Block, Figure, Figures, Folded, Grid, Items, Page, Section, Text
+from protocol import ADAMW, SCHEDULE, TUNED
+from results import CONFIDENCE, difference_rows, published_table
 
 from nanosam import comparable, errors, plots, tables
 from nanosam.command import Parser
@@ -27,7 +29,6 @@ from nanosam.runs import FINISHED, Run, all_runs, run_id
 from nanosam.tables import Table
 
 RESULTS_FILE = "results.json"
-CONFIDENCE = 0.95
 
 
 def main(argv: list[str]) -> None:
@@ -80,7 +81,7 @@ def make_families(runs: list[Run], twins: dict[pathlib.Path, Run]) -> list[Famil
   """Those with a finished run; each has a label of its own."""
   found = [
     f
-    for f in comparable.families(runs, {"opt.method", *TUNED})
+    for f in comparable.families(runs, {"opt.method", SCHEDULE, *TUNED})
     if any(r.state == FINISHED for r in f)
   ]
   labels = label_families(found)
@@ -92,7 +93,7 @@ def label_families(families: list[list[Run]]) -> list[str]:
   """Width and steps, and what else it takes to tell them apart."""
   first = [f[0].keys for f in families]  # of a run that perturbs, if there is one
   names = ["model.D", "opt.num_train_steps"]
-  ignored = {"opt.method", *TUNED, *comparable.REPLICATE, *comparable.FOLLOWS, *names}
+  ignored = {"opt.method", SCHEDULE, *TUNED, *comparable.REPLICATE, *comparable.FOLLOWS, *names}
 
   def distinct() -> int:
     return len({tuple(str(keys.get(k)) for k in names) for keys in first})
@@ -140,7 +141,7 @@ def run_table(runs: list[Run]) -> Table:
     rows.append(
       [
         *(run.path.name, run.keys["opt.method"], str(run.keys["seed"])),
-        tables.settings({k: run.keys[k] for k in TUNED[:3] if k in run.keys}),
+        tables.settings({k: run.keys[k] for k in TUNED if k in run.keys}),
         f"{run.step} of {run.steps}",
         run.state,
         tables.number(last.get("eval/loss"), ".4f"),
@@ -187,7 +188,7 @@ def experiment(results: dict[str, Any], name: str) -> Section:
     parts += measured_blocks(results, label, stands_for.get(label, ""), f"{name}-{number}")
     blocks.append(Section(label, [*parts, *more, *tried(report)]))
   if not any(stands_for.values()):
-    blocks.append(Grid("The paper's losses", paper_table(published)))
+    blocks.append(Grid("The paper's losses", published_table(published)))
   if isinstance(results["paper"], str):
     blocks.append(Text(results["paper"]))
   return Section(f"{title}, {scale}", blocks)
@@ -199,22 +200,15 @@ def measured_blocks(results: dict[str, Any], label: str, stands_for: str, name: 
   paper = (results.get("paper_sharpness") or {}).get(stands_for, {})
   caption = "Sharpness of the final models" + (", in brackets the paper's" if paper else "")
   return [
-    Grid(caption, measured.sharpness(found.get("sharpness", {}), paper)),
-    Figures(measured.pruning(found.get("prune", {}), name)),
+    Grid(caption, measures.sharpness_table(found.get("sharpness", {}), paper)),
+    Figures(pruning_figure(found.get("prune", {}), name)),
   ]
 
 
 def differences_figure(
   report: dict[str, Any], paper: dict[str, float | None], name: str
 ) -> list[Figure]:
-  rows = []
-  for g in report["groups"]:
-    if g["difference"] is None:
-      continue
-    i, theirs, base = tables.interval(g), paper.get(g["label"]), paper.get(ADAMW)
-    published = theirs - base if theirs is not None and base is not None else None
-    low, high = (i["low"], i["high"]) if i else (None, None)
-    rows.append(plots.Row(g["label"], g["label"], g["difference"], low, high, published))
+  rows = difference_rows(report, paper)
   if not rows:
     return []
   plots.differences(buffer := io.StringIO(), rows, CONFIDENCE)
@@ -224,15 +218,6 @@ def differences_figure(
   )
   caption = f"Eval loss minus {ADAMW}'s"
   return [Figure(f"{name}-differences", caption, buffer.getvalue(), values)]
-
-
-def paper_table(published: dict[str, dict[str, float | None]]) -> Table:
-  methods = list(dict.fromkeys(m for row in published.values() for m in row))
-  rows = [
-    [size, *(tables.number(row[m], "g", "NaN") if m in row else "" for m in methods)]
-    for size, row in published.items()
-  ]
-  return Table(["size", *methods], rows)
 
 
 if __name__ == "__main__":

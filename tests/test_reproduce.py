@@ -85,6 +85,16 @@ def test_stages_build_on_each_other(tmp_path):
   assert sorted(o["seed"] for _, o in seeds) == sorted([1, 2, 3] * 6)
 
 
+def test_a_size_whose_methods_differ_in_the_schedule_of_rho_is_compared(tmp_path):
+  it = lab(tmp_path, "table2", "paper", methods=("adamw", "sam", "precond_func_sam"))
+  large = next(s for s in it.settings if s.label == "1208M")
+  for method in it.methods:
+    write_run(tmp_path / "runs", method, spec=it.spec(large, method))
+  report = it.report(large)
+  assert len(report.groups) == 3
+  assert report.group("sam").best.settings["opt.rho_schedule"] == "warmup"
+
+
 def test_half_as_many_steps_cost_the_same(tmp_path):
   it = lab(tmp_path, dry=True, methods=("adamw", "sam", "momentum_func_sam"))
   lengths = it.equal_compute(it.settings[0])

@@ -10,4 +10,4 @@ METHODS = ("adamw", "sam", "precond_sam", "func_sam", "precond_func_sam")
 
 
 def runs(arg=None):
-  return tuned("configs/fixed_length.py", METHODS, seeds=int(arg or 1), tag="table1", size="2M")
+  return tuned("configs/fixed_length.py", METHODS, seeds=int(arg or 1), tag="table1", size=["2M"])

@@ -10,9 +10,4 @@ SIZES = ("23.9M", "42.5M", "117.9M", "1208M")
 
 
 def runs(arg=None):
-  seeds = int(arg or 1)
-  return [
-    run
-    for size in SIZES
-    for run in tuned("configs/fixed_length.py", METHODS, seeds=seeds, tag="table2", size=size)
-  ]
+  return tuned("configs/fixed_length.py", METHODS, seeds=int(arg or 1), tag="table2", size=SIZES)

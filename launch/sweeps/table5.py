@@ -6,19 +6,8 @@ python launch/sweep.py --sweep=launch/sweeps/table5.py[:SEEDS] --out=DIR
 from nanosam.sweep import tuned
 
 METHODS = ("adamw", "precond_sam", "precond_func_sam")
+KINDS = {"size": ["2M"], "activation": ["gelu", "relu"]}
 
 
 def runs(arg=None):
-  seeds = int(arg or 1)
-  return [
-    run
-    for activation in ("gelu", "relu")
-    for run in tuned(
-      "configs/fixed_length.py",
-      METHODS,
-      seeds=seeds,
-      tag="table5",
-      size="2M",
-      activation=activation,
-    )
-  ]
+  return tuned("configs/fixed_length.py", METHODS, seeds=int(arg or 1), tag="table5", **KINDS)

@@ -10,4 +10,4 @@ METHODS = ("adamw", "sam", "precond_sam", "precond_func_sam")
 
 
 def runs(arg=None):
-  return tuned("configs/chinchilla.py", METHODS, seeds=int(arg or 1), tag="table6", size="117.9M")
+  return tuned("configs/chinchilla.py", METHODS, seeds=int(arg or 1), tag="table6", size=["117.9M"])
