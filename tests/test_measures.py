@@ -15,28 +15,17 @@ import measures  # isort: skip; found once test_reproduce has set the path
 def filled(tmp_path, name, **settings):
   """An experiment whose runs are all finished."""
   it = lab(tmp_path, name, methods=("adamw", "precond_func_sam"), **settings)
+  made = set()
   for stage in it.stages:
-    known = {p.id for p in reproduce.plan(it, stage) if p.workdir.exists()}
-    todo = [s for s, p in zip(it.stage(stage), reproduce.plan(it, stage), strict=True)
-            if p.id not in known]  # fmt: skip
-    for spec, overrides in todo:
-      method = spec.split("method=")[1].split(",")[0]
-      keys = {**overrides, "opt.num_train_steps": steps(it, method), **warmup(it, method)}
-      write_run(it.folder, method, overrides["seed"], loss(method, overrides), keys=keys)
+    for planned in reproduce.plan(it, stage):
+      if planned.id not in made:
+        made.add(planned.id)
+        c, o = planned.config, planned.overrides
+        length = {k: c.opt[k] for k in ("num_train_steps", "warmup_steps")}
+        keys = {**o, **{f"opt.{k}": v for k, v in length.items()}}
+        write_run(it.folder, c.opt.method, o["seed"], loss(c.opt.method, o), keys=keys)
     it.forget()
   return it
-
-
-def steps(it, method):
-  return it.config(it.settings[0], method).opt.num_train_steps
-
-
-def warmup(it, method):
-  c = it.config(it.settings[0], method)
-  return {
-    "opt.warmup_steps": c.opt.warmup_steps,
-    "eval_every_steps": c.eval_every_steps,
-  }
 
 
 def finals(it):
@@ -63,23 +52,21 @@ def test_sharpness_of_the_best_runs_beside_the_papers(tmp_path):
   assert results["paper_sharpness"]["23.9M"]["sam"]["trace_H"] == 3324.58
 
 
-def test_what_is_measured_already_is_not_measured_again(tmp_path, monkeypatch):
+@pytest.mark.full
+def test_what_is_measured_already_is_not_measured_again(tmp_path):
+  """And the first failure ends it: these made-up runs have no checkpoints."""
   it = filled(tmp_path, "table4")
-  commands = []
-
-  def run(command, **_):
-    commands.append(command)
-    return type("Done", (), {"returncode": len(commands) > 2})()
-
-  monkeypatch.setattr(measures.subprocess, "run", run)
-  done = finals(it)["adamw"][0]
+  done, missing, *_ = (run for members in finals(it).values() for run in members)
   (done.path / "sharpness.json").write_text(json.dumps({"step": done.steps}))
-  with pytest.raises(UserError, match="sharpness of .* failed"):
-    measures.measure(it, "sharpness", lambda line: None)
-  assert len(commands) == 3 and all("nanosam.sharpness" in c for c in commands)
-  assert f"--workdir={done.path}" not in sum(commands, [])
+  said = []
+  with pytest.raises(UserError, match=f"sharpness of {missing.path} failed"):
+    measures.measure(it, "sharpness", said.append)
+  assert said == [f"[2/6] sharpness of {missing.path.name}"]
+
+
+def test_measuring_needs_runs(tmp_path):
   with pytest.raises(UserError, match="no finished runs"):
-    measures.measure(lab(tmp_path / "empty", "table4"), "sharpness", print)
+    measures.measure(lab(tmp_path, "table4"), "sharpness", print)
 
 
 def test_figures_of_taus_and_of_pruning(tmp_path):
