@@ -117,7 +117,8 @@ class Member(Hosts):
       traceback.print_exception(error)
     self.broken = self._leaving = True
     line = str(error).strip().split("\n")[0] or type(error).__name__
-    print(f"nanosam: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk, perhaps, is what failed
+      print(f"nanosam: {line}", file=sys.stderr, flush=True)
     self._line.send(failed=line, code=_code(error))
     self._over.wait(5)  # until the others know
 
