@@ -161,8 +161,10 @@ class Checkpoints:
     return Restored(step, restored["state"], run)
 
   def restore_params(self, abstract_params: Any, step: int) -> Any:
-    """The parameters alone: what the optimizer keeps is not read."""
-    target = {"params": abstract_params}
+    return self.restore_parts({"params": abstract_params}, step)["params"]
+
+  def restore_parts(self, target: dict[str, Any], step: int) -> dict[str, Any]:
+    """Some of the state's fields: the others are not read."""
     args = ocp.args.Composite(state=_arrays(target, partial=True), run=ocp.args.JsonRestore())
     try:
       restored = self._read(step, args)
@@ -173,7 +175,7 @@ class Checkpoints:
         f"checkpoint {step} in {self._folder} cannot be read ({_reason(e)}); "
         + (f"there are also {others}" if others else "there is no other")
       ) from e
-    return restored["state"]["params"]
+    return restored["state"]
 
   def _read(self, step: int, args: ocp.args.Composite) -> Any:
     """Every process reads by itself: one that cannot must not leave the others waiting for it."""

@@ -103,6 +103,35 @@ def token_losses(point: Point, ids_BxL: jax.Array, *, chunk: int) -> jax.Array:
   return _whole(jax.lax.map(one_chunk, (_chunks(point.h_BxLxD, size), _chunks(ids_BxL, size))), L)
 
 
+def second_derivative(
+  point: Point, speed: Point, acceleration: Point, targets: Targets, *, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+  """Of the loss, as the point moves, in two parts.
+
+  With p the softmax of the logits and S', S'' their derivatives: sum_t w_t Var_p(S'_t), from the
+  curvature of the loss in the logits; and <R, S''>, from that of the logits themselves.
+  """
+  L = point.h_BxLxD.shape[1]
+  size, dtype = _size(chunk, L), point.h_BxLxD.dtype
+  W, dW, ddW = (gathered(x.W_VxD, dtype) for x in (point, speed, acceleration))
+
+  def one_chunk(xs):
+    h, dh, ddh, ids_BxC, w_BxC = xs
+    p_BxCxV = jax.nn.softmax(_logits(h, W))
+    dS_BxCxV = _logits(dh, W) + _logits(h, dW)
+    ddS_BxCxV = _logits(ddh, W) + 2 * _logits(dh, dW) + _logits(h, ddW)
+    mean_BxCx1 = jnp.sum(p_BxCxV * dS_BxCxV, -1, keepdims=True)
+    by_loss_BxC = jnp.sum(p_BxCxV * (dS_BxCxV - mean_BxCx1) ** 2, -1)
+    target_BxC = jnp.take_along_axis(ddS_BxCxV, ids_BxC[..., None], axis=-1)[..., 0]
+    by_logits_BxC = jnp.sum(p_BxCxV * ddS_BxCxV, -1) - target_BxC
+    return jnp.sum(w_BxC * by_loss_BxC), jnp.sum(w_BxC * by_logits_BxC)
+
+  hs = (x.h_BxLxD for x in (point, speed, acceleration))
+  chunks = tuple(_chunks(x, size) for x in (*hs, targets.ids_BxL, targets.weights_BxL))
+  by_loss_n, by_logits_n = jax.lax.map(one_chunk, chunks)
+  return jnp.sum(by_loss_n), jnp.sum(by_logits_n)
+
+
 def _logits(h_BxCxD: jax.Array, W_VxD: jax.Array) -> jax.Array:
   wide = jnp.promote_types(h_BxCxD.dtype, jnp.float32)
   return jnp.einsum("bcd,vd->bcv", h_BxCxD, W_VxD, preferred_element_type=wide)

@@ -36,14 +36,17 @@ class Progress:
 
   def update(self, step: int, *, loss: float, tokens_per_sec: float) -> None:
     with self._lock:
-      now = self._clock()
-      left = self._left.update(step, now)
-      self._line = (
+      left = self._left.update(step, self._clock())
+      line = (
         f"step {step}/{self._total}  loss {loss:.4f}  "
-        f"{_short(tokens_per_sec)} tokens/s  {_duration(left)} left"
+        f"{_short(tokens_per_sec)} tokens/s  {duration(left)} left"
       )
-      if step >= self._total or now - self._shown_at >= self._pause:
-        self._show(now)
+      self._set(line, last=step >= self._total)
+
+  def status(self, line: str) -> None:
+    """Any other line to watch."""
+    with self._lock:
+      self._set(line, last=False)
 
   def note(self, text: str) -> None:
     """A full line that stays, above the moving one."""
@@ -61,6 +64,11 @@ class Progress:
       if self._live and self._shown:
         self._print("\n")
       self._line = self._shown = ""
+
+  def _set(self, line: str, last: bool) -> None:
+    self._line, now = line, self._clock()
+    if last or now - self._shown_at >= self._pause:
+      self._show(now)
 
   def _show(self, now: float) -> None:
     self._shown, self._shown_at = self._line, now
@@ -123,7 +131,7 @@ def _short(x: float) -> str:
   return f"{x:.3g}G"
 
 
-def _duration(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
   if seconds is None:
     return "?"
   minutes, s = divmod(round(seconds), 60)

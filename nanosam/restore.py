@@ -1,22 +1,24 @@
 """A trained model, read back from its workdir: what the commands over a run share."""
 
-import argparse
 import contextlib
 import os
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import ml_collections
 from etils import epath
 from jax.sharding import Mesh
 
+from nanosam import __version__, runtime, sharding
 from nanosam import config as config_lib
-from nanosam import runtime, sharding
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import FOLDER, Checkpoints
+from nanosam.command import Parser
 from nanosam.data.pipeline import Source, source_of
 from nanosam.data.remote import is_remote, reaching
 from nanosam.errors import UsageError, UserError
 from nanosam.model import Params
+from nanosam.optim import base
+from nanosam.optim.direction import Moments
 from nanosam.optim.passes import Net
 from nanosam.step import Trainer
 
@@ -28,15 +30,18 @@ class Loaded(NamedTuple):
   params: Params
   mesh: Mesh  # over all devices of this machine, however many the run had
   step: int
+  moments: Moments = Moments()  # of its optimizer, if asked for
 
 
-def load_run(workdir: str | os.PathLike[str], step: str = "latest") -> Loaded:
+def load_run(
+  workdir: str | os.PathLike[str], step: str = "latest", with_moments: bool = False
+) -> Loaded:
   """The run's model at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
   workdir = epath.Path(workdir)
   with reaching(str(workdir)) if is_remote(str(workdir)) else contextlib.nullcontext():
     stored = workdir_lib.read_config(workdir)
   environment = stored.pop(workdir_lib.ENVIRONMENT, {})
-  c = _config(stored)
+  c = _config(workdir, stored, environment)
   runtime.set_up_jax(c)
   checkpoints = _open_checkpoints(workdir)
   number = _choose(checkpoints, workdir, step)
@@ -49,15 +54,30 @@ def load_run(workdir: str | os.PathLike[str], step: str = "latest") -> Loaded:
     )
   mesh = sharding.make_mesh(data=1, fsdp=-1)
   trainer = Trainer(c, source.tokenizer.vocab_size, mesh)
-  params = checkpoints.restore_params(trainer.abstract_state.params, number)
+  wanted = {"params": trainer.abstract_state.params}
+  if with_moments:
+    wanted["opt_state"] = trainer.abstract_state.opt_state
+  state = checkpoints.restore_parts(wanted, number)
   checkpoints.close()
-  return Loaded(c, source, trainer.net, params, mesh, number)
+  moments = base.moments(state["opt_state"]) if with_moments else Moments()
+  return Loaded(c, source, trainer.net, state["params"], mesh, number, moments)
 
 
-def _config(stored: dict[str, Any]) -> ml_collections.ConfigDict:
+def _config(
+  workdir: epath.Path, stored: dict[str, Any], environment: dict[str, Any]
+) -> ml_collections.ConfigDict:
   """Keys that are younger than the run have their defaults."""
   c = ml_collections.ConfigDict(config_lib.default().to_dict())
-  c.update(stored)
+  try:
+    if unknown := config_lib.flat(stored).keys() - config_lib.flat(c).keys():
+      raise KeyError(f"there is no key {min(unknown)}")
+    c.update(stored)
+  except (KeyError, TypeError, AttributeError) as e:
+    made_by = environment.get("packages", {}).get("nanosam")
+    raise UserError(
+      f"{workdir / workdir_lib.CONFIG_FILE} is of another version of nanosam ({made_by}, this is "
+      f"{__version__}): {e.args[0]}; use the version that trained it"
+    ) from e
   return c.lock()
 
 
@@ -84,18 +104,15 @@ def _choose(checkpoints: Checkpoints, workdir: epath.Path, step: str) -> int:
   raise UsageError(f"{workdir} has no checkpoint {step}; choose latest, best or one of {there}")
 
 
-class Arguments(argparse.ArgumentParser):
-  """The command line of a command over a run; a mistake in it is one line, like any other."""
+class Arguments(Parser):
+  """The command line of a command over a run."""
 
   def __init__(self, command: str, description: str | None):
-    super().__init__(
-      prog=f"python -m nanosam.{command}",
-      description=description,
-      formatter_class=argparse.RawDescriptionHelpFormatter,
-      allow_abbrev=False,
-    )
+    super().__init__(f"python -m nanosam.{command}", description)
     self.add_argument("--workdir", required=True, help="of the run")
     self.add_argument("--step", default="latest", help="latest (default), best, or a number")
 
-  def error(self, message: str) -> NoReturn:
-    raise UsageError(f"{message}; {self.prog} --help shows what there is")
+
+def numbers(text: str) -> tuple[float, ...]:
+  """A comma-separated argument."""
+  return tuple(float(x) for x in text.split(","))

@@ -19,8 +19,9 @@ from nanosam import errors, flops, runtime, sharding, watch
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import Checkpoints
 from nanosam.cluster import Hosts, joined
-from nanosam.data.batch import Batch, batch_hash, combine_hashes
+from nanosam.data.batch import Batch, Reading, batch_hash, combine_hashes
 from nanosam.data.pipeline import Source, merge_states, source_of
+from nanosam.diagnostics import TAU, Diagnostics
 from nanosam.evaluate import Evaluator
 from nanosam.metrics import Cost, Meter
 from nanosam.model import non_embedding_count
@@ -58,13 +59,15 @@ def train(c: ml_collections.ConfigDict, workdir: Workdir, stop: StopRequest, hos
       run.say(f"{workdir} is finished: {run.at.step} steps, eval loss {run.at.last_eval_loss:.4f}")
       return
     run.start()
+  exit_code = errors.UserError.exit_code
   try:
     run.loop()
+    exit_code = 0 if run.finished() else errors.Interrupted.exit_code
   except BaseException as e:
     hosts.report(e)
     raise
   finally:
-    run.close()
+    run.close(exit_code)
   if not run.finished():
     again = "resume" if c.checkpoint else "start over (config.checkpoint is off)"
     raise errors.Interrupted(f"stopped at step {run.at.step}; run the same command to {again}")
@@ -85,6 +88,7 @@ class Position:
 
   step: int = 0  # updates made
   evaluated: int = 0  # step of the last evaluation
+  diagnosed: int = -1  # step of the last measurement of tau
   last_eval_loss: float = math.nan
   best_eval_loss: float = math.inf
 
@@ -99,6 +103,8 @@ def position(workdir: pathlib.Path, step: int) -> Position:
   for record in read_metrics(path) if path.exists() else []:
     if "eval/loss" in record and record["step"] <= step:
       at.book(record["step"], record["eval/loss"])
+    if TAU in record and record["step"] <= step:
+      at.diagnosed = record["step"]
   return at
 
 
@@ -119,14 +125,16 @@ class Run:
     self.progress = Progress(c.opt.num_train_steps, None if hosts.first else open(os.devnull, "w"))
     self.say = self.progress.note
     self.stream = source.train_stream(
-      L=c.model.L,
-      batch_size=c.batch_size,
-      rows=sharding.local_rows(self.mesh, c.batch_size),
-      data_seed=c.data_seed,
-      repeat=c.data.repeat,
-      mask_documents=c.data.mask_documents,
-      workers=c.data.workers,
-      prefetch=c.data.prefetch,
+      Reading(
+        L=c.model.L,
+        batch_size=c.batch_size,
+        rows=sharding.local_rows(self.mesh, c.batch_size),
+        data_seed=c.data_seed,
+        repeat=c.data.repeat,
+        mask_documents=c.data.mask_documents,
+        workers=c.data.workers,
+        prefetch=c.data.prefetch,
+      )
     )
     self.checkpoints = (
       Checkpoints(workdir.home, c.max_to_keep, say=self.say, hosts=hosts) if c.checkpoint else None
@@ -182,6 +190,7 @@ class Run:
     self.flops = {True: flops_per_step, False: flops_unperturbed}  # by whether rho > 0
     self.meter = Meter(self.cost, peak * self.mesh.size if peak else None)
     self.spikes = watch.SpikeDetector(c.guard.spike)
+    self.diagnostics = Diagnostics(self.trainer, self.source) if c.diagnostics.every else None
     steps_to_trace = c.profile_steps if self.hosts.first else ""
     self.profiler = Profiler(self.files, steps_to_trace, say=self.say)
 
@@ -213,10 +222,13 @@ class Run:
       stopping = self.hosts.asked_to_stop(self.stop, self.at.step)
       evaluate = self.due(self.c.eval_every_steps) and self.at.evaluated != self.at.step
       save = self.due(self.c.checkpoint_every_steps) or stopping
-      if pending and (evaluate or save):
+      diagnose = self.due_for_diagnostics() and not stopping
+      if pending and (evaluate or save or diagnose):
         self.log(pending)
         pending = None
       with self.meter.paused():
+        if diagnose:
+          self.diagnose()
         if evaluate and not stopping and not self.evaluate():
           continue
         if save:
@@ -279,6 +291,16 @@ class Run:
     self.say(f"step {step}  {evaluation}")
     return True
 
+  def due_for_diagnostics(self) -> bool:
+    """From step 0 on: the first steps are when tau changes most."""
+    every, step = self.c.diagnostics.every, self.at.step
+    return bool(every) and (step % every == 0 or self.at_end()) and self.at.diagnosed != step
+
+  def diagnose(self) -> None:
+    assert self.diagnostics is not None
+    self.writers.write(self.at.step, self.diagnostics(self.state))
+    self.at.diagnosed = self.at.step
+
   def save(self) -> None:
     if self.checkpoints is None or self.at.step in (0, *self.checkpoints.steps()):
       return
@@ -293,10 +315,10 @@ class Run:
       after=self.workdir.upload(),
     )
 
-  def close(self) -> None:
+  def close(self, exit_code: int) -> None:
     with contextlib.ExitStack() as stack:  # from the last to the first, even if one fails
       stack.callback(self.progress.close)
-      stack.callback(self.writers.close)
+      stack.callback(self.writers.close, exit_code)
       if self.at.evaluated:
         best, last = self.at.best_eval_loss, self.at.last_eval_loss
         stack.callback(self.writers.summary, {"best_eval_loss": best, "last_eval_loss": last})

@@ -121,7 +121,7 @@ def environment(**facts: Any) -> dict[str, Any]:
   """Where and with what the run was made."""
   devices = jax.devices()
   return {
-    "command": sys.argv,
+    "command": ["python", "-m", "nanosam.train", *sys.argv[1:]],
     "git_commit": _git_commit(),
     "python": platform.python_version(),
     "packages": {name: _version(name) for name in PACKAGES},

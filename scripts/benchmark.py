@@ -1,13 +1,16 @@
 """Benchmarks, as ratios within one run: absolute times mean little on a shared machine.
 
 python scripts/benchmark.py step [--size=2M --batch_size=8 --length=256 --methods=... --json]
+python scripts/benchmark.py curvature [the same, without methods]
 python scripts/benchmark.py data [...]
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -18,11 +21,13 @@ import numpy as np
 import optax
 
 from nanosam import config as config_lib
-from nanosam import errors, flops, sharding
+from nanosam import curvature, errors, flops, sharding
+from nanosam.command import Parser
 from nanosam.data.batch import Batch
 from nanosam.model import Transformer, unembedding
 from nanosam.optim import guard
 from nanosam.optim.gradient import Estimate
+from nanosam.optim.passes import Passes
 from nanosam.optim.registry import METHODS
 from nanosam.step import Trainer, model_config
 from nanosam.validate import validate
@@ -36,15 +41,15 @@ def main(argv: list[str]) -> None:
     from nanosam.data import benchmark
 
     return benchmark.main(argv[1:])
-  if argv[1:2] != ["step"]:
-    raise errors.UsageError("say what to measure: benchmark.py step or benchmark.py data")
+  if argv[1:2] not in (["step"], ["curvature"]):
+    raise errors.UsageError("say what to measure: benchmark.py step, curvature or data")
   args = parser().parse_args(argv[2:])
-  rows = measure(args)
+  rows = measure(args) if argv[1] == "step" else measure_curvature(args)
   print(json.dumps(rows, indent=2) if args.json else table(rows))
 
 
-def parser() -> argparse.ArgumentParser:
-  p = argparse.ArgumentParser("benchmark.py step", description=__doc__)
+def parser() -> Parser:
+  p = Parser("scripts/benchmark.py step", __doc__)
   p.add_argument("--size", default="2M", choices=config_lib.SIZES)
   p.add_argument("--batch_size", type=int, default=8)
   p.add_argument("--length", type=int, default=256)
@@ -62,21 +67,14 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
   """One step of each method in turn, round after round; ratios are medians over rounds."""
   names = [DENSE, "adamw", UNGUARDED, *(m for m in args.methods.split(",") if m != "adamw")]
   programs = {name: Program(name, args) for name in names}
-  times: dict[str, list[float]] = {name: [] for name in names}
-  for round_number in range(args.rounds + 1):
-    for name in names:
-      seconds = programs[name].step()
-      if round_number:  # the first one warms up
-        times[name].append(seconds)
-
-  def ratio(name: str, to: str) -> float:
-    return statistics.median(a / b for a, b in zip(times[name], times[to], strict=True))
+  times, ratio = interleaved({name: programs[name].step for name in names}, args.rounds)
 
   def row(name: str) -> dict[str, Any]:
     program, adamw, dense = programs[name], programs["adamw"], programs[DENSE]
     return {
       "method": name,
       "time_ratio": ratio(name, "adamw"),
+      "fastest_ratio": min(times[name]) / min(times["adamw"]),  # what others do only slows down
       "memory_ratio": program.peak_bytes / adamw.peak_bytes,
       "flops_ratio": program.flops / adamw.flops,
       "time_ratio_to_dense": ratio(name, DENSE),
@@ -87,6 +85,66 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     }
 
   return [row(name) for name in names]
+
+
+def interleaved(
+  programs: dict[str, Callable[[], float]], rounds: int
+) -> tuple[dict[str, list[float]], Callable[[str, str], float]]:
+  """Times of each program, and the median over rounds of the ratio of two."""
+  times: dict[str, list[float]] = {name: [] for name in programs}
+  for round_number in range(rounds + 1):
+    for name, program in programs.items():
+      seconds = program()
+      if round_number:  # the first one warms up
+        times[name].append(seconds)
+
+  def ratio(name: str, to: str) -> float:
+    return statistics.median(a / b for a, b in zip(times[name], times[to], strict=True))
+
+  return times, ratio
+
+
+GRADIENT = "gradient"
+PRODUCTS = {
+  "H v": lambda passes, v: curvature.product(passes, curvature.HESSIAN, v),
+  "H_G v": lambda passes, v: curvature.product(passes, curvature.GAUSS_NEWTON, v),
+  "H_F v": lambda passes, v: curvature.product(passes, curvature.FUNCTIONAL, v),
+  "v H_G v, v H_F v": curvature.quadratic_forms,
+}
+
+
+def measure_curvature(args: argparse.Namespace) -> list[dict[str, Any]]:
+  """Products with the Hessian and its parts, against one gradient of the same batch."""
+  program = Program("adamw", args)
+  net = curvature.exact_net(program.trainer.config, args.vocab_size)
+  params, batch = program.state.params, program.batch
+  vector_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
+  functions = {GRADIENT: lambda passes, _: passes.plain()[1], **PRODUCTS}
+  traced = {
+    name: jax.jit(lambda p, b, v, f=f: f(Passes(net, p, b), v)).trace(params, batch, params)
+    for name, f in functions.items()
+  }
+  compiled = {name: t.lower().compile() for name, t in traced.items()}
+
+  def seconds(name: str) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(compiled[name](params, batch, params))
+    return time.perf_counter() - start
+
+  _, ratio = interleaved({n: functools.partial(seconds, n) for n in functions}, args.rounds)
+  temps = {n: c.memory_analysis().temp_size_in_bytes for n, c in compiled.items()}
+  costs = {n: flops.count(t.jaxpr) for n, t in traced.items()}
+  return [
+    {
+      "method": name,
+      "time_ratio": ratio(name, GRADIENT),
+      "flops_ratio": costs[name] / costs[GRADIENT],
+      "temp_ratio": temps[name] / temps[GRADIENT],
+      "temp_mib": temps[name] / 2**20,
+      "vector_mib": vector_bytes / 2**20,
+    }
+    for name in functions
+  ]
 
 
 class Program:

@@ -1,11 +1,14 @@
 """A run of a few seconds, and something that befalls it: NANOSAM_TEST_FAULT=WHAT@WHERE[:NUMBER].
 
 WHAT   a signal (SIGTERM, SIGINT, SIGKILL; SIGINT+SIGINT for two; group:SIGINT to all processes of
-       the run, as from a terminal), or full:BYTES: from then on no file may grow beyond that
+       the run, as from a terminal), full:BYTES: from then on no file may grow beyond that, or
+       nan: a weight of the batch that is one
 WHERE  compile; step:N, once its record is written and the checkpoints due are on disk; eval:N, in
-       the midst of the N-th evaluation; saving:N, while the checkpoint of step N is incomplete
+       the midst of the N-th evaluation; saving:N, while the checkpoint of step N is incomplete;
+       data:N, in the N-th batch (nan only)
 """
 
+import itertools
 import os
 import pathlib
 import resource
@@ -17,6 +20,7 @@ import time
 import jax
 
 from nanosam import config, evaluate, remote_workdir, writers
+from nanosam.data import pipeline
 
 
 def get_config(arg=None):
@@ -105,6 +109,20 @@ def checkpoints():
   return pathlib.Path(workdir, "checkpoints")
 
 
+def at_data(_, number):
+  read, count = pipeline.StoreStream.__next__, itertools.count(1)
+
+  def read_and_spoil(self):
+    batch = read(self)
+    if next(count) == number:
+      weights_BxL = batch.weights_BxL.copy()
+      weights_BxL[3, 7] = float("nan")
+      batch = batch._replace(weights_BxL=weights_BxL)
+    return batch
+
+  pipeline.StoreStream.__next__ = read_and_spoil
+
+
 def written_since(start, path):
   try:
     return path.stat().st_mtime > start
@@ -120,4 +138,10 @@ def wait_until(condition):
     time.sleep(0.0005)
 
 
-PLACES = {"compile": at_compile, "step": at_step, "eval": at_eval, "saving": at_saving}
+PLACES = {
+  "compile": at_compile,
+  "step": at_step,
+  "eval": at_eval,
+  "saving": at_saving,
+  "data": at_data,
+}

@@ -32,6 +32,8 @@ class Net(NamedTuple):
   hidden_perturbed: Hidden  # the same, in the compute type of the second pass
   chunk: int  # of the head
   residual: str  # store | recompute | auto
+  # theta' as the layers of the second pass read it: what they would round is rounded already
+  read: Callable[[Params], Params] = lambda params: params
 
 
 class Kept(NamedTuple):
@@ -79,29 +81,30 @@ class Passes:
       loss, gradient, site = self._gradient_at(self.params, micro, keep == "residual")
       return (loss, gradient), Kept(site.point.h_BxLxD if keep == "hidden" else None, site.residual)
 
-    (loss, gradient), kept = sweep(one, self._micros(), self.microbatches)
+    (loss, gradient), kept = sweep(one, self.micros(), self.microbatches)
     return loss, gradient, kept
 
   def along(self, path: Path, eps: Params, kept: Kept) -> tuple[Params, dict[str, jax.Array]]:
     """The path's terms, summed, and the losses met on the way, by site."""
+    # Once for all microbatches: nothing else of the perturbation has to live beside them.
+    theta = self.net.read(jax.tree.map(jnp.add, self.params, eps)) if path.uses(THERE) else None
 
     def one(x: tuple[Batch, Kept]):
       micro, kept = x
       if path.derivative:
         return (self._derivative(eps, micro), {}), None
       sites = {}
-      if path.uses(THERE):
-        theta = jax.tree.map(jnp.add, self.params, eps)
+      if theta is not None:
         sites[THERE] = Site(*visit(self.net.hidden_perturbed, theta, micro))
       if path.uses(HERE):
         sites[HERE] = self._here(path, micro, kept)
       return self._follow(path, sites, micro), None
 
-    return sweep(one, (self._micros(), kept), self.microbatches)[0]
+    return sweep(one, (self.micros(), kept), self.microbatches)[0]
 
   def _gradient_at(self, params: Params, micro: Batch, keep: bool = False):
     point, back = visit(self.net.hidden, params, micro)
-    out = head.vjp([(1.0, point)], point, self._targets(micro), chunk=self.net.chunk, keep=keep)
+    out = head.vjp([(1.0, point)], point, self.targets(micro), chunk=self.net.chunk, keep=keep)
     return out.losses[0], back(out.gradient), Site(point, residual=out.residual)
 
   def _derivative(self, eps: Params, micro: Batch) -> Params:
@@ -124,14 +127,15 @@ class Passes:
       at = sites[term.jacobian]
       assert at.point is not None and at.back is not None
       sources = [(c, sites[site].source()) for c, site in term.residual]
-      out = head.vjp(sources, at.point, self._targets(micro), chunk=self.net.chunk)
+      out = head.vjp(sources, at.point, self.targets(micro), chunk=self.net.chunk)
       fresh = [site for _, site in term.residual if sites[site].residual is None]
       losses |= dict(zip(fresh, out.losses, strict=True))
       gradient = at.back(out.gradient)
+      gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, self.params)
       total = gradient if total is None else jax.tree.map(jnp.add, total, gradient)
     return total, losses
 
-  def _targets(self, micro: Batch) -> head.Targets:
+  def targets(self, micro: Batch) -> head.Targets:
     total_weight = jnp.maximum(jnp.sum(self.batch.weights_BxL), 1)
     return head.Targets(micro.targets_BxL, micro.weights_BxL / total_weight)
 
@@ -145,7 +149,7 @@ class Passes:
     store = self.net.residual == "store" or (self.net.residual == "auto" and fits)
     return "residual" if store else "hidden"
 
-  def _micros(self) -> Batch:
+  def micros(self) -> Batch:
     return interleaved(self.batch, self.microbatches)
 
 

@@ -1,0 +1,216 @@
+"""The curvature of the loss, seen through products with its Hessian: the matrix is never formed.
+
+H = H_G + H_F. The Gauss-Newton part H_G = J^T (d2loss/dlogits2) J is the curvature of the loss in
+its logits; the functional part H_F = sum_k r_k d2logits_k/dtheta2 that of the network itself. They
+are the derivatives, at eps = 0, of what the methods' second passes return: along the full path H,
+along the logit path H_G, along the functional path H_F. So each is exact, and none is a difference.
+
+Everything is in fp32, whatever a run was trained in; vectors lie as the parameters do.
+"""
+
+import contextlib
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from nanosam import head, sharding
+from nanosam.data.batch import Batch
+from nanosam.model import Params, unembedding
+from nanosam.optim import direction, registry
+from nanosam.optim.direction import Direction, Moments
+from nanosam.optim.passes import Kept, Net, Passes, sweep
+from nanosam.step import make_net
+
+HESSIAN, GAUSS_NEWTON, FUNCTIONAL = registry.full, registry.logit, registry.functional
+GRADIENT, PRECONDITIONED = "gradient", "preconditioned"
+DIRECTIONS = {GRADIENT: direction.gradient, PRECONDITIONED: direction.preconditioned}
+PREFIXES = {GRADIENT: "tau", PRECONDITIONED: "tau_precond"}  # of names in records
+
+
+def exact_net(c: ml_collections.ConfigDict, vocab_size: int) -> Net:
+  """The model of a config in fp32, with the attention that can be differentiated twice."""
+  exact = ml_collections.ConfigDict(c.to_dict())
+  exact.model.dtype = exact.opt.perturbed_dtype = "float32"
+  exact.model.attention = "plain"
+  return make_net(exact, vocab_size)
+
+
+def product(passes: Passes, path: registry.Path, v: Params) -> Params:
+  """H v, H_G v or H_F v."""
+  zero = jax.tree.map(jnp.zeros_like, v)
+  return jax.jvp(lambda eps: passes.along(path, eps, Kept())[0], (zero,), (v,))[1]
+
+
+class Forms(NamedTuple):
+  """z^T H_G z and z^T H_F z."""
+
+  G: jax.Array
+  F: jax.Array
+
+
+def quadratic_forms(passes: Passes, z: Params) -> Forms:
+  """By two derivatives of the forward pass along z: no way back, and no activations are kept."""
+
+  def one(micro: Batch) -> tuple[Forms, None]:
+    def point(p: Params) -> head.Point:
+      return head.Point(passes.net.hidden(p, micro), unembedding(p))
+
+    def moving(p: Params) -> tuple[head.Point, head.Point]:
+      return jax.jvp(point, (p,), (z,))
+
+    (here, speed), (_, acceleration) = jax.jvp(moving, (passes.params,), (z,))
+    forms = head.second_derivative(
+      here, speed, acceleration, passes.targets(micro), chunk=passes.net.chunk
+    )
+    return Forms(*forms), None
+
+  return sweep(one, passes.micros(), passes.microbatches)[0]
+
+
+def rademacher(key: jax.Array, like: Params) -> Params:
+  """Random signs; the same on any mesh."""
+  leaves, tree = jax.tree.flatten(like)
+  keys = jax.random.split(key, len(leaves))
+  signs = [jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+  return sharding.split_like_parameters(jax.tree.unflatten(tree, signs))
+
+
+class Taus(NamedTuple):
+  """Shares of the logit and the functional path in H d, the gradient of sharpness along d.
+
+  Eq. 9 of arXiv 2502.02407: |H_G d|^2, |H_F d|^2 and 2 <H_G d, H_F d> over |H d|^2. They sum to 1.
+  """
+
+  logit: Any
+  func: Any
+  cross: Any
+
+
+def taus(passes: Passes, d: Params) -> Taus:
+  by_logit, by_func = (product(passes, path, d) for path in (GAUSS_NEWTON, FUNCTIONAL))
+  whole = optax.tree.norm(jax.tree.map(jnp.add, by_logit, by_func), squared=True)
+  return Taus(
+    optax.tree.norm(by_logit, squared=True) / whole,
+    optax.tree.norm(by_func, squared=True) / whole,
+    2 * optax.tree.vdot(by_logit, by_func) / whole,
+  )
+
+
+@functools.partial(jax.jit, static_argnames=("along", "opt"))
+def unit_direction(
+  along: Direction, g: Params, params: Params, moments: Moments, opt: Hashable
+) -> Params:
+  """Where a method perturbs to, of length 1: a tau does not depend on the length."""
+  vector = along.ray(g, params, moments, opt).vector
+  return direction.perturbation(direction.Ray(vector, optax.tree.norm(vector)), 1.0)[0]
+
+
+@jax.jit
+def zeros_like(params: Params) -> Params:
+  return sharding.split_like_parameters(jax.tree.map(jnp.zeros_like, params))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def add(total: Params, x: Params, factor: jax.Array | float) -> Params:
+  return jax.tree.map(lambda t, x: t + factor * x, total, x)
+
+
+class Surface:
+  """The loss on a few batches as a function of the parameters.
+
+  Gradients and products are means over the batches, weighted by their tokens.
+  """
+
+  def __init__(self, net: Net, batches: Sequence[Batch], mesh: Mesh, microbatches: int = 1):
+    tokens = np.array([batch.weights_BxL.sum(dtype=float) for batch in batches])
+    self.shares = (tokens / tokens.sum()).tolist()
+    self.batches = [_place(batch, mesh, microbatches) for batch in batches]
+    self._mesh = mesh
+
+    def passes(params: Params, batch: Batch) -> Passes:
+      batch = jax.tree.map(sharding.split_over_batch, batch)
+      return Passes(net, params, batch, microbatches)
+
+    def gradient(params, batch, share, total):
+      loss, g, _ = passes(params, batch).plain()
+      return share * loss, add(total, g, share)
+
+    def multiply(path, params, batch, share, v, total):
+      return add(total, product(passes(params, batch), path, v), share)
+
+    self._gradient = jax.jit(gradient, donate_argnums=3)
+    self._product = jax.jit(multiply, static_argnums=0, donate_argnums=5)
+    self._signs = jax.jit(rademacher)
+    self._forms = jax.jit(lambda p, b, key: quadratic_forms(passes(p, b), rademacher(key, p)))
+    self._taus = jax.jit(lambda p, b, d: taus(passes(p, b), d))
+
+  @contextlib.contextmanager
+  def exactly(self) -> Iterator[None]:
+    with jax.set_mesh(self._mesh), jax.default_matmul_precision("highest"):
+      yield
+
+  def gradient(self, params: Params) -> tuple[float, Params]:
+    """The loss and its gradient."""
+    with self.exactly():
+      losses, total = [], zeros_like(params)
+      for share, batch in zip(self.shares, self.batches, strict=True):
+        loss, total = self._gradient(params, batch, share, total)
+        losses.append(loss)
+    return sum(map(float, losses)), total
+
+  def product(self, path: registry.Path, params: Params, v: Params) -> Params:
+    with self.exactly():
+      total = zeros_like(params)
+      for share, batch in zip(self.shares, self.batches, strict=True):
+        total = self._product(path, params, batch, share, v, total)
+    return total
+
+  def signs(self, params: Params, key: jax.Array) -> Params:
+    """A random vector, laid out as the parameters."""
+    with self.exactly():
+      return self._signs(key, params)
+
+  def probe(self, params: Params, key: jax.Array) -> dict[str, float]:
+    """One unbiased sample of each trace.
+
+    Every batch has signs of its own: the trace is linear in H, so their errors average out.
+    """
+    with self.exactly():
+      keys = jax.random.split(key, len(self.batches))
+      found = [self._forms(params, *x) for x in zip(self.batches, keys, strict=True)]
+      G, F = np.asarray(self.shares) @ np.asarray(jax.device_get(found), float)
+    return {"H": float(G + F), "HG": float(G), "HF": float(F)}
+
+  def directions(self, g: Params, params: Params, moments: Moments, opt: Any) -> dict[str, Params]:
+    """Unit vectors along which SAM perturbs, and its preconditioned form if there is a moment."""
+    kinds = DIRECTIONS if moments.nu is not None else {GRADIENT: DIRECTIONS[GRADIENT]}
+    opt = ml_collections.FrozenConfigDict(opt)
+    with self.exactly():
+      return {k: unit_direction(along, g, params, moments, opt) for k, along in kinds.items()}
+
+  def taus(self, params: Params, moments: Moments, opt: Any) -> list[dict[str, Taus]]:
+    """For each batch, as a step on it would see them, by direction."""
+    found = []
+    with self.exactly():
+      for batch in self.batches:
+        g = self._gradient(params, batch, 1.0, zeros_like(params))[1]
+        vectors = self.directions(g, params, moments, opt)
+        found.append({k: self._taus(params, batch, d) for k, d in vectors.items()})
+    return jax.device_get(found)
+
+
+def _place(batch: Batch, mesh: Mesh, microbatches: int) -> Batch:
+  """On the devices; rows that weigh nothing make it divide evenly."""
+  rows = len(batch.inputs_BxL)
+  padding = -rows % (sharding.shards(mesh) * microbatches)
+  local = sharding.local_rows(mesh, rows + padding)
+  padded = jax.tree.map(lambda x: np.pad(x, ((0, padding), (0, 0))), batch)
+  mine = jax.tree.map(lambda x: x[local.start : local.stop], padded)
+  return sharding.to_devices(mine, mesh)

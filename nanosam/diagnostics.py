@@ -1,0 +1,44 @@
+"""Curvature along the way: measured between two steps, on rows that training never sees."""
+
+from typing import Any
+
+from nanosam.curvature import PREFIXES, Surface, exact_net
+from nanosam.data.batch import Batch
+from nanosam.data.pipeline import Source
+from nanosam.errors import UsageError
+from nanosam.optim import base
+from nanosam.step import Trainer, TrainState
+
+TAU = "tau/logit"  # is in every record of a measurement
+
+
+def validation_rows(source: Source, c: Any, rows: int) -> Batch:
+  """The first `rows` rows of the validation split, all of them full."""
+  # A source gives whole documents, as many as fit: so ask for more rows, and cut.
+  most = max(2 * rows, c.eval_steps * c.eval_batch_size)
+  found = source.validation(L=c.model.L, rows=most, mask_documents=c.data.mask_documents).batch
+  if len(found.inputs_BxL) < rows:
+    raise UsageError(
+      f"{rows} sequences of {c.model.L} tokens were asked for, but {c.data.source} has "
+      f"{len(found.inputs_BxL)} for validation: use a smaller batch, or fewer"
+    )
+  return Batch(*(x if x is None else x[:rows] for x in found))
+
+
+class Diagnostics:
+  """Measures tau for a state; the training stream and the train step know nothing of it."""
+
+  def __init__(self, trainer: Trainer, source: Source):
+    c = trainer.config
+    net = exact_net(c, source.tokenizer.vocab_size)
+    batch = validation_rows(source, c, c.diagnostics.batch_size)
+    self._opt = c.opt
+    self._surface = Surface(net, [batch], trainer.mesh, c.grad_accumulation_steps)
+
+  def __call__(self, state: TrainState) -> dict[str, float]:
+    (found,) = self._surface.taus(state.params, base.moments(state.opt_state), self._opt)
+    return {
+      f"{PREFIXES[along]}/{path}": float(tau)
+      for along, taus in found.items()
+      for path, tau in taus._asdict().items()
+    }

@@ -1,0 +1,159 @@
+"""What a model loses when its smallest weights are set to zero, all at once and without retraining.
+
+python -m nanosam.prune --workdir=DIR [--compare DIR ...] [--sparsity=0,0.1,...] [--params=REGEX]
+
+Weights are ranked by magnitude over all matrices together. Writes prune.json and a picture of eval
+loss against sparsity (Figure 5 of arXiv 2502.02407) into the workdir, or --out.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from nanosam import errors, plots
+from nanosam.errors import UsageError
+from nanosam.evaluate import Evaluator
+from nanosam.model import Params
+from nanosam.optim.base import matching
+from nanosam.progress import Progress
+from nanosam.restore import Arguments, Loaded, load_run, numbers
+from nanosam.workdir import write_atomically
+
+FILE = "prune.json"
+
+
+def main(argv: list[str]) -> None:
+  args = parser().parse_args(argv[1:])
+  check(args)
+  first, *others = (
+    curve(load_run(workdir, args.step), workdir, args) for workdir in (args.workdir, *args.compare)
+  )
+  out = pathlib.Path(args.out or args.workdir)
+  out.mkdir(parents=True, exist_ok=True)
+  found = {**first, "compared": others}
+  write_atomically(out / FILE, json.dumps(found, indent=2).encode())
+  print(table([first, *others]))
+  plots.pruning(out / "prune", [first, *others])
+  print(f"written: {out / FILE} and its picture")
+
+
+def parser() -> Arguments:
+  add = (p := Arguments("prune", __doc__)).add_argument
+  add("--compare", nargs="+", default=[], metavar="DIR", help="workdirs of more runs")
+  add(
+    "--sparsity",
+    type=numbers,
+    default=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+    help="fractions of the weights to remove, comma-separated",
+  )
+  add(
+    "--params",
+    default="kernel|embed",
+    help="regex of the parameters to prune (default 'kernel|embed': all matrices; 'kernel' leaves "
+    "out the embeddings, '.*' takes in the norms)",
+  )
+  add("--out", default="", help="folder of the results (default: the workdir)")
+  return p
+
+
+def check(args: argparse.Namespace) -> None:
+  for sparsity in args.sparsity:
+    if not 0 <= sparsity < 1:
+      raise UsageError(f"--sparsity={sparsity:g} must lie in [0, 1)")
+  try:
+    re.compile(args.params)
+  except re.error as e:
+    raise UsageError(f"--params={args.params} is not a regex: {e}") from e
+
+
+def curve(run: Loaded, workdir: str, args: argparse.Namespace) -> dict[str, Any]:
+  """Eval loss by sparsity, of one run."""
+  c = run.config
+  data = run.source.validation(
+    L=c.model.L, rows=c.eval_steps * c.eval_batch_size, mask_documents=c.data.mask_documents
+  )
+  evaluator = Evaluator(run.net, data, c.eval_batch_size, run.mesh)
+  chosen = matching(run.params, args.params)
+  if not any(jax.tree.leaves(chosen)):
+    raise UsageError(f"--params={args.params} matches no parameter of {workdir}")
+  progress, points = Progress(0), []
+  for i, sparsity in enumerate(sorted(set(args.sparsity)), 1):
+    pruned, share = prune(run.params, chosen, sparsity)
+    evaluation = evaluator(pruned)
+    assert evaluation is not None  # nobody asked it to stop
+    points.append(
+      {
+        "sparsity": sparsity,
+        "zero": share,
+        "loss": evaluation.loss,
+        "loss_sem": evaluation.loss_sem,
+      }
+    )
+    progress.status(f"{workdir}  {i}/{len(set(args.sparsity))}  sparsity {sparsity:g}")
+  progress.close()
+  return {
+    "workdir": str(workdir),
+    "step": run.step,
+    "method": c.opt.method,
+    "params": args.params,
+    "points": points,
+  }
+
+
+def prune(params: Params, chosen: Params, sparsity: float) -> tuple[Params, float]:
+  """Zeroes the smallest of the chosen weights; also returns which fraction of them is now zero."""
+  leaves, tree = jax.tree.flatten(params)
+  ours = [i for i, yes in enumerate(jax.tree.leaves(chosen)) if yes]
+  total = sum(leaves[i].size for i in ours)
+  limit = _smallest([leaves[i] for i in ours], round(sparsity * total))
+  for i in ours:
+    leaves[i] = _zeroed(leaves[i], limit)
+  zero = sum(int(_count(leaves[i], 0)) for i in ours)
+  return jax.tree.unflatten(tree, leaves), zero / total
+
+
+def _smallest(arrays: Sequence[jax.Array], number: int) -> int:
+  """A limit that so many magnitudes, as bits, do not exceed: by bisection, without sorting.
+
+  Sorting would gather what is split over devices. Weights that tie with the last one go with it.
+  """
+  low, high = -1, 2**31 - 1  # positive floats are ordered as their bits are
+  while number and high - low > 1:
+    middle = (low + high) // 2
+    enough = sum(int(_count(x, middle)) for x in arrays) >= number
+    low, high = (low, middle) if enough else (middle, high)
+  return high if number else -1
+
+
+def _bits(x: jax.Array) -> jax.Array:
+  return jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+
+
+@jax.jit
+def _count(x: jax.Array, limit: int) -> jax.Array:
+  return jnp.sum(_bits(x) <= limit)
+
+
+@jax.jit
+def _zeroed(x: jax.Array, limit: int) -> jax.Array:
+  return jnp.where(_bits(x) <= limit, 0, x)
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+  names = [pathlib.Path(run["workdir"]).name for run in runs]
+  width = max(12, *(len(name) + 2 for name in names))
+  lines = ["sparsity" + "".join(f"{name:>{width}}" for name in names)]
+  for points in zip(*(run["points"] for run in runs), strict=True):
+    losses = "".join(f"{p['loss']:>{width}.4f}" for p in points)
+    lines.append(f"{points[0]['sparsity']:<8g}{losses}")
+  return "\n".join(lines)
+
+
+if __name__ == "__main__":
+  errors.run(main)

@@ -1,0 +1,108 @@
+"""Tables 4 and 6, Figures 2 and 5, from made-up runs and measurements."""
+
+import json
+
+import numpy as np
+import pytest
+from test_compare import write_run
+from test_reproduce import lab, loss, reproduce
+
+from nanosam.errors import UserError
+
+import measures  # isort: skip; found once test_reproduce has set the path
+
+
+def filled(tmp_path, name, **settings):
+  """An experiment whose runs are all finished."""
+  it = lab(tmp_path, name, methods=("adamw", "precond_func_sam"), **settings)
+  for stage in it.stages:
+    known = {p.id for p in reproduce.plan(it, stage) if p.workdir.exists()}
+    todo = [s for s, p in zip(it.stage(stage), reproduce.plan(it, stage), strict=True)
+            if p.id not in known]  # fmt: skip
+    for spec, overrides in todo:
+      method = spec.split("method=")[1].split(",")[0]
+      keys = {**overrides, "opt.num_train_steps": steps(it, method), **warmup(it, method)}
+      write_run(it.folder, method, overrides["seed"], loss(method, overrides), keys=keys)
+    it.forget()
+  return it
+
+
+def steps(it, method):
+  return it.config(it.settings[0], method).opt.num_train_steps
+
+
+def warmup(it, method):
+  c = it.config(it.settings[0], method)
+  return {
+    "opt.warmup_steps": c.opt.warmup_steps,
+    "eval_every_steps": c.eval_every_steps,
+  }
+
+
+def finals(it):
+  return measures.finals(it, it.report(it.settings[0]))
+
+
+def test_sharpness_of_the_best_runs_beside_the_papers(tmp_path):
+  it = filled(tmp_path, "table4")
+  chosen = finals(it)
+  assert {m: len(members) for m, members in chosen.items()} == {"adamw": 3, "precond_func_sam": 3}
+  for method, members in chosen.items():
+    for seed, run in enumerate(members):
+      value = (8.0 if method == "adamw" else 4.0) + seed
+      found = {key: {"value": value} for key in measures.COLUMNS}
+      (run.path / "sharpness.json").write_text(json.dumps({"step": run.steps, **found}))
+  stale = chosen["adamw"][0].path / "sharpness.json"
+  stale.write_text(stale.read_text().replace('"step": ', '"step": 1'))  # of another checkpoint
+  reproduce.write_report(it, ["reproduce.py"])
+  text = (tmp_path / "table4" / "table.md").read_text()
+  assert "| adamw | 2 | 9.5 (10.61) |" in text and "| precond_func_sam | 3 | 5 (6.2) |" in text
+  results = json.loads((tmp_path / "table4" / "results.json").read_text())
+  found = results["measured"]["width 64"]["sharpness"]
+  assert [m["lambda_max"]["value"] for m in found["precond_func_sam"]] == [4.0, 5.0, 6.0]
+  assert results["paper_sharpness"]["23.9M"]["sam"]["trace_H"] == 3324.58
+
+
+def test_what_is_measured_already_is_not_measured_again(tmp_path, monkeypatch):
+  it = filled(tmp_path, "table4")
+  commands = []
+
+  def run(command, **_):
+    commands.append(command)
+    return type("Done", (), {"returncode": len(commands) > 2})()
+
+  monkeypatch.setattr(measures.subprocess, "run", run)
+  done = finals(it)["adamw"][0]
+  (done.path / "sharpness.json").write_text(json.dumps({"step": done.steps}))
+  with pytest.raises(UserError, match="sharpness of .* failed"):
+    measures.measure(it, "sharpness", lambda line: None)
+  assert len(commands) == 3 and all("nanosam.sharpness" in c for c in commands)
+  assert f"--workdir={done.path}" not in sum(commands, [])
+  with pytest.raises(UserError, match="no finished runs"):
+    measures.measure(lab(tmp_path / "empty", "table4"), "sharpness", print)
+
+
+def test_figures_of_taus_and_of_pruning(tmp_path):
+  it = lab(tmp_path, "fig2")
+  assert it.folder != lab(tmp_path, "fig1").folder  # the same runs by name, but for the taus
+  for setting, (_, overrides) in zip(it.settings, it.stage("tau"), strict=True):
+    assert overrides.pop("diagnostics.every") == 30
+    width = {"model.D": setting.arguments["width"]}
+    path = write_run(it.folder, "adamw", 1, keys={**overrides, **width})
+    with open(path / "metrics.jsonl", "a") as f:
+      for step in (0, 30, 1200):
+        taus = {"logit": 0.9, "func": 0.2, "cross": -0.1}
+        record = {f"{p}/{k}": v for p in ("tau", "tau_precond") for k, v in taus.items()}
+        f.write(json.dumps({"step": step, **record}) + "\n")
+  reproduce.write_report(it, ["reproduce.py"])
+  for name in ("taus.svg", "taus_precond.png"):
+    assert (tmp_path / "fig2" / name).stat().st_size > 1000
+
+  it = filled(tmp_path, "fig5")
+  for members in finals(it).values():
+    for run in members:
+      points = [{"sparsity": s, "loss": 3 + s} for s in np.linspace(0, 0.9, 4)]
+      found = {"step": run.steps, "method": run.keys["opt.method"], "points": points}
+      (run.path / "prune.json").write_text(json.dumps(found))
+  reproduce.write_report(it, ["reproduce.py"])
+  assert (tmp_path / "fig5" / "prune.svg").stat().st_size > 1000

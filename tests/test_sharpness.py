@@ -1,0 +1,148 @@
+"""The sharpness command, and taus during training."""
+
+import json
+
+import numpy as np
+import pytest
+from training import assert_same_run
+
+from nanosam import errors, plots, restore, sharpness
+from nanosam.diagnostics import validation_rows
+from nanosam.writers import read_metrics
+
+QUICK = ("--batches=2", "--batch_size=4", "--directions=1", "--rho=0.01,0.1")
+
+
+def measured(workdir, *words):
+  args = sharpness.parser().parse_args([f"--workdir={workdir}", *QUICK, *words])
+  sharpness.check(args)
+  run = restore.load_run(workdir, with_moments=True)
+  return run, sharpness.measure(run, args)
+
+
+@pytest.fixture(scope="module")
+def found(whole):
+  return measured(whole)
+
+
+@pytest.mark.full
+def test_every_number_has_its_error(found):
+  _, found = found
+  assert json.loads(json.dumps(found)) == found
+  assert (found["step"], found["method"], found["sequences"], found["batches"]) == (
+    *(16, "adamw"),
+    *(8, 2),
+  )
+  largest, smallest = found["lambda_max"], found["lambda_min"]
+  assert 0 < largest["residual"] <= 0.01 * largest["value"]
+  assert smallest["value"] < 0 < found["lambda_max_HG"]["value"] < 2 * largest["value"]
+  for name in ("trace_H", "trace_HG"):
+    assert 0 < found[name]["sem"] <= 0.03 * found[name]["value"]
+  total = found["trace_HG"]["value"] + found["trace_HF"]["value"]
+  assert total == pytest.approx(found["trace_H"]["value"], rel=1e-6)
+  for prefix in ("tau", "tau_precond"):
+    shares = [found[f"{prefix}_{path}"]["value"] for path in ("logit", "func", "cross")]
+    assert sum(shares) == pytest.approx(1, abs=1e-5) and min(shares[:2]) > 0
+
+
+@pytest.mark.full
+def test_small_steps_rise_by_slope_and_curvature(found):
+  """L(theta + rho g/|g|) - L(theta) = rho |g| + O(rho^2); the loss bends by about lambda_max."""
+  _, found = found
+  first, second = found["sam_sharpness"]
+  assert first["rho"] == 0.01
+  assert first["gradient"] == pytest.approx(0.01 * found["gradient_norm"], rel=0.1)
+  assert second["gradient"] > first["gradient"] > first["preconditioned"] > 0
+  lines = found["landscape"]
+  x, top = np.asarray(lines["distance"]), np.asarray(lines["top"])
+  middle = len(x) // 2
+  assert x[middle] == 0 and top[middle] == pytest.approx(found["loss"], rel=1e-5)
+  bend = (top[middle + 1] - 2 * top[middle] + top[middle - 1]) / (x[1] - x[0]) ** 2
+  assert bend == pytest.approx(found["lambda_max"]["value"], rel=0.5)
+  slope = (top[middle + 1] - top[middle - 1]) / (2 * (x[1] - x[0]))
+  assert slope == pytest.approx(lines["top_slope"], rel=0.2, abs=0.02)
+  random = np.asarray(lines["random"])
+  assert np.ptp(random) < 0.5 * np.ptp(top)  # of many directions hardly any is sharp
+
+
+@pytest.mark.full
+def test_more_vectors_than_fit_are_not_kept(whole, found, monkeypatch):
+  """The replayed recurrence gives the same numbers."""
+  monkeypatch.setattr(sharpness, "KEEP_BYTES", 0)
+  _, other = measured(whole)
+  for name in ("lambda_max", "lambda_max_HG"):
+    assert other[name]["value"] == pytest.approx(found[1][name]["value"], rel=1e-3)
+  np.testing.assert_allclose(
+    *(np.asarray(x["landscape"]["random"]) for x in (other, found[1])), rtol=1e-5
+  )
+
+
+@pytest.mark.full
+def test_the_command(commands, whole, found, tmp_path):
+  """On two devices what the test's eight find; nothing of the workdir changes."""
+  words = [*QUICK, "--iterations=25", "--probes=8", f"--out={tmp_path / 'out'}"]
+  outcome = commands("sharpness", f"--workdir={whole}", *words, devices=2)
+  assert outcome.code == 0, outcome.err
+  assert "lambda_max(H)" in outcome.out and "tau_precond_cross" in outcome.out
+  assert "left" in outcome.err
+  written = json.loads((tmp_path / "out" / sharpness.FILE).read_text())
+  for name in ("lambda_max", "trace_H", "tau_logit", "tau_precond_func"):
+    assert written[name]["value"] == pytest.approx(found[1][name]["value"], rel=1e-2)
+  for kind in ("svg", "png"):
+    assert (tmp_path / "out" / f"sharpness.{kind}").stat().st_size > 1000
+  assert not (whole / sharpness.FILE).exists()
+
+
+def error(*words):
+  with pytest.raises(errors.UserError) as caught:
+    sharpness.main(["sharpness", *words])
+  assert "\n" not in str(caught.value)
+  return str(caught.value)
+
+
+def test_errors(whole, tmp_path):
+  there = f"--workdir={whole}"
+  assert "--probes=0 must be at least 2" in error(there, "--probes=0")
+  assert "--batches=0" in error(there, "--batches=0")
+  assert "between 0 and 1" in error(there, "--sem=0")
+  assert "positive" in error(there, "--rho=0.1,-1")
+  assert "holds no run" in error(f"--workdir={tmp_path}")
+  assert "choose latest, best or one of 12, 16" in error(there, "--step=13")
+  message = error(there, "--batch_size=100000")
+  assert "400000 sequences of 32 tokens" in message and "for validation" in message
+
+
+def test_rows_are_full_and_as_many_as_asked_for(whole):
+  run = restore.load_run(whole)
+  few, more = (validation_rows(run.source, run.config, n) for n in (5, 9))
+  assert few.inputs_BxL.shape == (5, 32) and few.weights_BxL.min() == 1
+  np.testing.assert_array_equal(few.inputs_BxL, more.inputs_BxL[:5])
+
+
+# During training.
+
+
+@pytest.mark.full
+def test_diagnostics_leave_a_run_as_it_is(commands, whole, tmp_path):
+  """Bit by bit, also when it is interrupted; and the cost of training does not count them."""
+  workdir, words = tmp_path / "run", {"diagnostics__every": 6, "diagnostics__batch_size": 4}
+  outcome = commands.train(workdir, fault="SIGTERM@step:12", **words)
+  assert outcome.code == 75, outcome.err
+  assert commands.train(workdir, **words).code == 0
+  assert_same_run(workdir, whole)
+  records = [r for r in read_metrics(workdir / "metrics.jsonl") if "tau/logit" in r]
+  assert [r["step"] for r in records] == [0, 6, 12, 16]
+  for record in records:
+    for prefix in ("tau", "tau_precond"):
+      shares = [record[f"{prefix}/{path}"] for path in ("logit", "func", "cross")]
+      assert sum(shares) == pytest.approx(1, abs=1e-5)
+  compute = {r["step"]: r["compute"] for r in read_metrics(whole / "metrics.jsonl")}
+  for record in read_metrics(workdir / "metrics.jsonl"):
+    assert record.get("compute", compute.get(record["step"])) == compute.get(record["step"])
+  plots.main(["plots", f"--workdir={workdir}", "--what=tau", f"--out={tmp_path / 'taus'}"])
+  assert (tmp_path / "taus.png").stat().st_size > 1000
+
+
+def test_a_run_without_taus_has_no_picture_of_them(whole, tmp_path):
+  with pytest.raises(errors.UserError, match=r"diagnostics\.every"):
+    plots.main(["plots", f"--workdir={whole}", "--what=tau", f"--out={tmp_path / 'taus'}"])
