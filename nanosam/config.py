@@ -121,7 +121,7 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   c.diagnostics.every = 0  # steps between measurements of tau (see curvature.py); 0 = off
   c.diagnostics.batch_size = c.get_ref("batch_size") * 1  # sequences of the validation split
 
-  # Processes of a run on several machines; TPU pods and Slurm need none of these.
+  # Processes of a run on several machines; TPU pods, Slurm and launch/local.py set these.
   c.cluster = ml_collections.ConfigDict()
   c.cluster.coordinator = ""  # HOST:PORT of process 0; "" = detect, or one process
   c.cluster.num_processes = 0  # 0 = detect; 1 = only this one
