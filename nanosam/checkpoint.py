@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from nanosam.errors import UserError
 FOLDER = "checkpoints"
 ASIDE = "unreadable_checkpoints"
 EVAL_LOSS = "eval/loss"
+_OTHER_SHAPES = "compatible with the stored shape|tree structures do not match"  # orbax's words
 
 
 class Damaged(Exception):
@@ -207,6 +209,11 @@ class Checkpoints:
       return found
     if unreadable:
       newest, reason = next(iter(unreadable.items()))
+      if all(re.search(_OTHER_SHAPES, reason) for reason in unreadable.values()):
+        raise UserError(
+          f"the checkpoints {sorted(unreadable)} in {self._folder} are of another model or "
+          f"optimizer ({reason}): restore the settings of that run, or use another workdir"
+        )
       raise UserError(
         f"none of the checkpoints {sorted(unreadable)} in {self._folder} can be read "
         f"({newest}: {reason}); move that folder away to start over"
@@ -352,7 +359,12 @@ def _digest(value: Any) -> str:
 def _reason(error: BaseException) -> str:
   """One line; orbax and tensorstore append pages of details."""
   line = str(error.__cause__ or error).strip().split("\n")[0]
-  for details in (" [tensorstore_spec", " [source locations", " See full TensorStore details"):
+  for details in (
+    " [tensorstore_spec",
+    " [source locations",
+    " See full TensorStore details",
+    ". Truncating",
+  ):
     line = line.split(details)[0]
   return line[:300] or type(error).__name__
 

@@ -117,7 +117,8 @@ class Member(Hosts):
       traceback.print_exception(error)
     self.broken = self._leaving = True
     line = str(error).strip().split("\n")[0] or type(error).__name__
-    print(f"nanosam: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk, perhaps, is what failed
+      print(f"nanosam: {line}", file=sys.stderr, flush=True)
     self._line.send(failed=line, code=_code(error))
     self._over.wait(5)  # until the others know
 
@@ -151,9 +152,14 @@ def joined(settings: Any, stop: StopRequest) -> Iterator[Hosts]:
 
 
 def find(s: Any) -> Place | None:
-  """Where this process belongs, from the settings or as JAX detects it; None if it is alone."""
-  coordinator, processes = s.coordinator or None, s.num_processes or None
-  process = None if s.process_id < 0 else s.process_id
+  """Where this process belongs: settings, environment, what JAX detects; None if it is alone."""
+  given = os.environ.get  # by launch/local.py and the like
+  coordinator = s.coordinator or given("NANOSAM_COORDINATOR")
+  processes = s.num_processes or int(given("NANOSAM_NUM_PROCESSES", 0)) or None
+  process: int | None = s.process_id
+  if s.process_id < 0:
+    process = int(given("NANOSAM_PROCESS_ID", -1))
+    process = None if process < 0 else process
   local_devices = None
   if processes == 1:
     return None

@@ -121,7 +121,7 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   c.diagnostics.every = 0  # steps between measurements of tau (see curvature.py); 0 = off
   c.diagnostics.batch_size = c.get_ref("batch_size") * 1  # sequences of the validation split
 
-  # Processes of a run on several machines; TPU pods and Slurm need none of these.
+  # Processes of a run on several machines; TPU pods, Slurm and launch/local.py set these.
   c.cluster = ml_collections.ConfigDict()
   c.cluster.coordinator = ""  # HOST:PORT of process 0; "" = detect, or one process
   c.cluster.num_processes = 0  # 0 = detect; 1 = only this one
@@ -163,8 +163,10 @@ def paper(size: str, method: str) -> ml_collections.ConfigDict:
   c = default(size=size, method=method)
   c.data.source = "tokens:data/c4"
   c.mesh.data, c.mesh.fsdp = 1, -1
+  c.model.remat = size in ("42.5M", "117.9M", "1208M")
   if size == "1208M":
-    c.model.remat = True
+    c.model.scan_layers = True  # compiles in a third of the time
+    c.grad_accumulation_steps = 2
     if method in ("sam", "precond_sam"):
       c.opt.rho_schedule = "warmup"  # the paper's remedy for their NaNs at this size
   return c

@@ -173,10 +173,9 @@ def compile_step(traced: Any, trainer: Trainer) -> tuple[Memory, dict[str, int] 
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as e:
-    used = re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", str(e))
-    if used is None:
+    peak = bytes_needed(str(e))
+    if peak is None:
       raise UserError(f"the compiler failed: {' '.join(str(e).split())[:500]}") from e
-    peak = int(float(used[1]) * 1024 ** (1 + "KMG".index(used[2])))
     arguments = sum(
       map(shard_bytes, jax.tree.leaves((trainer.abstract_state, trainer.abstract_batch())))
     )
@@ -186,6 +185,12 @@ def compile_step(traced: Any, trainer: Trainer) -> tuple[Memory, dict[str, int] 
   temporaries = m.temp_size_in_bytes + kept + m.generated_code_size_in_bytes
   memory = Memory(m.argument_size_in_bytes, temporaries, m.argument_size_in_bytes + temporaries)
   return memory, hlo.bytes_by_kind(hlo.collectives(compiled.as_text()))
+
+
+def bytes_needed(message: str) -> int | None:
+  """What a program that does not fit would take, arguments and all, as the compiler puts it."""
+  used = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMG])", message)
+  return int(float(used[1]) * 1024 ** (1 + "KMG".index(used[2]))) if used else None
 
 
 def shard_bytes(x: jax.ShapeDtypeStruct) -> int:

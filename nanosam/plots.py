@@ -225,8 +225,11 @@ TAU_STYLES = {"logit": (RED, "s"), "func": (BLUE, "v"), "cross": (INK, "o")}
 def taus(target: Target, runs: Mapping[str, Mapping[str, Curve]]) -> None:
   """`runs[label][logit|func|cross]` = (step, tau): a panel per run, as in Figures 2 and 4.
 
-  Steps are on a logarithmic axis that begins at 0: tau changes most in the first ones.
+  The first values may lie outside: at the start, where the two paths cancel, they tower over all
+  others.
   """
+  later = [y for series in runs.values() for _, values in series.values() for y in values[1:]]
+  low, high = min([-0.2, *later]), max([1.2, *later])
   with figure(target, len(runs), (1.2 + 3.7 * len(runs), 3.4)) as axes:
     for ax, (label, series) in zip(axes, runs.items(), strict=True):
       for name, (steps, values) in series.items():
@@ -234,10 +237,11 @@ def taus(target: Target, runs: Mapping[str, Mapping[str, Curve]]) -> None:
         style = dict(color=colour, marker=marker, markersize=4, linewidth=1.2)
         ax.plot(steps, values, label=f"$\\tau_\\mathrm{{{name}}}$", **style)
       ax.axhline(0, color=MUTED, linewidth=0.8)
-      ax.set_xscale("symlog", linthresh=10)
       ax.set(xlabel="step", title=label)
+      ax.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))
     axes[0].set_ylabel("share of the sharpness gradient")
-    axes[-1].legend()
+    handles, labels = axes[0].get_legend_handles_labels()
+    axes[0].figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
 
 
 def landscape(target: Target, found: Mapping[str, Any]) -> None:

@@ -48,9 +48,14 @@ def test_one_process_unless_something_says_otherwise(monkeypatch):
   assert cluster.find(settings(num_processes=1)) is None
 
 
-def test_explicit_settings():
+def test_explicit_settings(monkeypatch):
   place = cluster.find(settings(coordinator="a:99", num_processes=4, process_id=3))
   assert place == cluster.Place("a:99", 4, 3, None)
+  for key, value in {"COORDINATOR": "a:99", "NUM_PROCESSES": "4", "PROCESS_ID": "3"}.items():
+    monkeypatch.setenv(f"NANOSAM_{key}", value)
+  assert cluster.find(settings()) == place
+  assert cluster.find(settings(process_id=0)).process == 0
+  assert cluster.find(settings(num_processes=1)) is None
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,13 @@ def test_a_plan_of_this_machine(commands):
   assert "DOES NOT FIT; try" in plan.report(c, plan.Plan(**{**fields, "fits": False}), {})
 
 
+def test_what_does_not_fit_is_read_from_the_compilers_words():
+  words = "Ran out of memory on HBM, the total memory required for HLO temporaries (20.00G) exceeds"
+  assert plan.bytes_needed(f"RESOURCE_EXHAUSTED: {words} available HBM (15.75G).") == 20 * GIB
+  assert plan.bytes_needed("memory space hbm. Used 38.50G of 15.75G hbm.") == 38.5 * GIB
+  assert plan.bytes_needed("INTERNAL: something else") is None
+
+
 @pytest.mark.parametrize(
   "words, message",
   [

@@ -22,6 +22,7 @@ class Rule(NamedTuple):
   add: str = ""  # arguments that make it short
   swap: tuple[tuple[str, str], ...] = ()  # what stands there -> what is run
   by_ci: bool = False  # .ci/run runs it itself
+  elsewhere: str = ""  # the test that runs it, against stand-ins
 
 
 TINY = "--config.model.D=16 --config.model.H=2 --config.model.N=1 --config.model.L=32"
@@ -38,11 +39,19 @@ RULES = (
   Rule("python -m nanosam.data.prepare", swap=(("--vocab_size=32000", "--vocab_size=300"),)),
   Rule("python -m nanosam.data.inspect"),
   # A sweep of two runs, made for good: the next command compares them.
-  Rule("python launch/sweep.py", swap=(("FILE.py", "two_runs.py"), ("--dry_run", ""))),
+  Rule(
+    "python launch/sweep.py", swap=(("launch/sweeps/table1.py", "two_runs.py"), ("--dry_run", ""))
+  ),
   Rule("python -m nanosam.compare"),
   Rule("python scripts/reproduce.py"),  # --dry_run
   Rule("python scripts/report.py"),
   Rule("python scripts/wandb_dashboard.py"),  # --dry_run
+  Rule("python -m nanosam.plan", add=TINY, swap=(("v5e:2x4", "cpu:2"),)),
+  Rule("bash launch/tpu_pod.sh", elsewhere="test_launch.py"),
+  Rule("sbatch", elsewhere="test_launch.py"),
+  Rule("python launch/local.py", add=SHORT),
+  Rule("python -m nanosam.sharpness", add="--batches=1 --batch_size=8 --sem=0.3 --residual=0.2"),
+  Rule("python -m nanosam.prune", add="--sparsity=0,0.5"),
 )
 TWO_RUNS = """
 def runs(arg=None):
@@ -79,6 +88,9 @@ def test_every_command_has_a_rule_and_its_files():
   for command in found:
     if rule(command).by_ci:
       assert command in (ROOT / ".ci" / "run").read_text()
+    if test := rule(command).elsewhere:
+      script = next(w for w in command.split() if w.startswith("launch/"))
+      assert script in (ROOT / "tests" / test).read_text()
     for file in re.findall(r"\b(?:configs|scripts|launch)/[\w./]+\.\w+", command):
       assert (ROOT / file).is_file(), command
 
@@ -113,7 +125,7 @@ def test_every_command_runs(workplace, cache):
       **{"no_proxy": "*", "NO_PROXY": "*"},
     }
     for command in commands((ROOT / "README.md").read_text()):
-      if rule(command).by_ci:
+      if rule(command).by_ci or rule(command).elsewhere:
         continue
       done = subprocess.run(
         ["bash", "-c", shortened(command)],
