@@ -206,7 +206,7 @@ class Measurement:
       found, n = [lanczos.eigenvalue(end) for end in ends], lanczos.iterations
       text = ", ".join(f"{e.value:.4g} +- {e.residual:.1g}" for e in found)
       worst = max(e.residual / max(abs(e.value), 1e-30) for e in found)
-      needed = max(ITERATIONS, n)
+      needed = float(max(ITERATIONS, n))
       if worst < 0.5:  # from here on it falls about geometrically
         needed = n * max(math.log(args.residual) / math.log(worst), 1)
       self._countdown.update(stage, cost * n, cost * min(needed, args.iterations), text)
