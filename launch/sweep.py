@@ -4,31 +4,47 @@ python launch/sweep.py --sweep=FILE.py[:arg] --out=DIR [--backend=local] [--jobs
 
 FILE.py is described in nanosam/sweep.py. Each run has its workdir OUT/ID, where ID is a readable
 name with a hash of all settings that matter: the same run has the same place in every sweep. Its
-output goes to OUT/ID/train.log. One run at a time has all devices; `--jobs=4` trains four at a
-time, and with CUDA_VISIBLE_DEVICES=0,1,2,3 gives each its share of them.
+output goes to OUT/ID/train.log.
+
+--backend=local  trains here. One run at a time has all devices; `--jobs=4` trains four at a time,
+                 and with CUDA_VISIBLE_DEVICES=0,1,2,3 gives each its share of them.
+--backend=slurm  submits each run as a job of launch/slurm.sbatch, whose head says what it gets, and
+                 ends; the same command later shows what became of them.
+--backend=tpu    trains each run on a slice of its own by launch/tpu_pod.sh, `--jobs` at a time.
+                 Workdirs are NANOSAM_REMOTE/ID (gs://...); records are copied to OUT/ID.
 
 ctrl-C (or SIGTERM, or a terminal that closes) is passed on: the runs save and stop, and the same
-command goes on from there. Under nohup a closed terminal changes nothing.
-Exit 0: all finished. 75: interrupted. 1: some run failed or diverged; the others were still made.
+command goes on from there. Under nohup a closed terminal changes nothing. A run that stops after
+saving though nobody asked us (exit 75) is started again.
+Exit 0: all finished, or submitted. 75: interrupted. 1: some run failed or diverged; the others were
+still made.
 """
 
 import argparse
 import os
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from nanosam import errors, runs, sweep
+from nanosam.command import Parser
 from nanosam.errors import Interrupted, UsageError, UserError
 from nanosam.sweep import Planned
+from nanosam.workdir import CONFIG_FILE
+from nanosam.writers import METRICS_FILE
 
 LOG_FILE = "train.log"
 # Outcomes of one sweep over a run, beside a run's own states.
 SKIPPED, FAILED, INTERRUPTED, WAITING = "finished before", "failed", "interrupted", "not started"
+QUEUED = "in the queue"
+GOOD = (runs.FINISHED, SKIPPED, QUEUED)
+HERE = pathlib.Path(__file__).parent
+RECORDS = (CONFIG_FILE, METRICS_FILE, runs.SEQUENCES_FILE)  # what tells how a run ended
 
 # What asks us to stop, and how the runs are told; SIGHUP is a terminal that closes.
 STOPPING = {
@@ -61,17 +77,26 @@ class Local:
             self._start(slot, waiting.pop(0), f"{len(todo) - len(waiting)}/{len(todo)}")
         time.sleep(0.05)
         self._pass_on()
-        outcomes |= self._collect()
+        for run, outcome in self._collect():
+          if outcome == INTERRUPTED and not self._signals:
+            waiting.insert(0, run)
+          outcomes[run.id] = outcome
     finally:
       for s, handler in previous.items():
         signal.signal(s, handler)
     return outcomes
 
+  def command(self, run: Planned) -> list[str]:
+    return run.command
+
+  def fetch(self, run: Planned) -> None:
+    """Brings the records of a run that has ended to its workdir: here they are there already."""
+
   def _start(self, slot: int, run: Planned, number: str) -> None:
     run.workdir.mkdir(parents=True, exist_ok=True)
     with open(run.workdir / LOG_FILE, "ab") as log:
       process = subprocess.Popen(
-        run.command,
+        self.command(run),
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
@@ -81,17 +106,16 @@ class Local:
     self._say(f"[{number}] {run.id}: started")
     self._active[slot] = run, process, time.monotonic()
 
-  def _collect(self) -> dict[str, str]:
-    outcomes = {}
+  def _collect(self) -> Iterator[tuple[Planned, str]]:
     for slot, (run, process, since) in list(self._active.items()):
       if process.poll() is None:
         continue
       del self._active[slot]
+      self.fetch(run)
       outcome = outcome_of(run, process.returncode, stopped=bool(self._signals))
-      outcomes[run.id] = outcome
       seconds = time.monotonic() - since
       self._say(f"{run.id}: {outcome} after {seconds:.0f} s{_why(run, outcome)}")
-    return outcomes
+      yield run, outcome
 
   def _note(self, number: int, _: Any) -> None:
     self._signals.append(signal.Signals(number))  # and no more: a run may be just about to start
@@ -103,6 +127,52 @@ class Local:
       self._passed += 1
       for _, process, _ in self._active.values():
         process.send_signal(STOPPING[number])
+
+
+class Tpu(Local):
+  """Trains each run on a TPU slice of its own."""
+
+  def __init__(self, jobs: int, say: Say):
+    super().__init__(jobs, say)
+    self._remote = os.environ.get("NANOSAM_REMOTE", "").rstrip("/")
+    if "://" not in self._remote:
+      raise UsageError("--backend=tpu: say where the workdirs go, NANOSAM_REMOTE=gs://BUCKET/DIR")
+
+  def command(self, run: Planned) -> list[str]:
+    name = "nanosam-" + re.sub("[^a-z0-9]+", "-", run.id.lower())[-40:].strip("-")
+    workdir = f"{self._remote}/{run.id}"
+    return ["bash", str(HERE / "tpu_pod.sh"), "run", name, *run.arguments(workdir)]
+
+  def fetch(self, run: Planned) -> None:
+    files = [f"{self._remote}/{run.id}/{file}" for file in RECORDS]
+    subprocess.run(["gcloud", "storage", "cp", *files, f"{run.workdir}/"], capture_output=True)
+
+
+class Slurm:
+  """Hands every run to the queue, which decides when, and how many at a time."""
+
+  def __init__(self, jobs: int, say: Say):
+    self._say = say
+
+  def __call__(self, todo: Sequence[Planned]) -> dict[str, str]:
+    queued = self._call("squeue", "--me", "--noheader", "--format=%j").split()
+    for run in todo:
+      if run.id not in queued:
+        run.workdir.mkdir(parents=True, exist_ok=True)
+        options = [f"--job-name={run.id}", f"--output={run.workdir / LOG_FILE}"]
+        job = HERE / "slurm.sbatch"
+        self._say(self._call("sbatch", *options, str(job), *run.arguments(run.workdir)).strip())
+    return {run.id: QUEUED for run in todo}
+
+  def _call(self, *words: str) -> str:
+    try:
+      return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    except FileNotFoundError as e:
+      raise UserError(
+        f"there is no {words[0]} here: start the sweep where jobs are submitted"
+      ) from e
+    except subprocess.CalledProcessError as e:
+      raise UserError(f"{words[0]}: {' '.join(e.stderr.split())}") from e
 
 
 def share_of_devices(slot: int, jobs: int, environment: Any) -> dict[str, str]:
@@ -133,9 +203,11 @@ def _why(run: Planned, outcome: str) -> str:
   return f": {reason.removeprefix('nanosam: ')} ({run.workdir / LOG_FILE})"
 
 
-# A backend takes the runs to make and says what became of each; Slurm and TPU pods go here.
+# A backend takes the runs to make and says what became of each.
 BACKENDS: dict[str, Callable[[int, Say], Callable[[Sequence[Planned]], dict[str, str]]]] = {
   "local": Local,
+  "slurm": Slurm,
+  "tpu": Tpu,
 }
 
 
@@ -160,11 +232,11 @@ def check_outcomes(outcomes: dict[str, str], how_to_go_on: str) -> None:
   """Raises what the sweep's exit code should be."""
   values = list(outcomes.values())
   if INTERRUPTED in values or WAITING in values:
-    done = sum(v in (runs.FINISHED, SKIPPED) for v in values)
+    done = sum(v in GOOD for v in values)
     raise Interrupted(
       f"stopped with {done} of {len(values)} runs finished; go on with: {how_to_go_on}"
     )
-  if bad := [name for name, v in outcomes.items() if v not in (runs.FINISHED, SKIPPED)]:
+  if bad := [name for name, v in outcomes.items() if v not in GOOD]:
     raise UserError(
       f"{len(bad)} of {len(values)} runs are not finished ({', '.join(bad[:3])}"
       f"{', ...' if len(bad) > 3 else ''}); see their {LOG_FILE}; to try them again: {how_to_go_on}"
@@ -187,11 +259,6 @@ def print_plan(planned: Sequence[Planned]) -> None:
   print(f"# {len(planned)} runs, {sum(run.tokens for run in planned):.3g} tokens")
 
 
-class Arguments(argparse.ArgumentParser):
-  def error(self, message: str) -> NoReturn:
-    raise UsageError(f"{message}; {self.prog} --help shows what there is")
-
-
 def add_backend_arguments(p: argparse.ArgumentParser) -> None:
   p.add_argument("--backend", default="local", choices=BACKENDS)
   p.add_argument("--jobs", type=int, default=1, help="runs at a time")
@@ -199,8 +266,7 @@ def add_backend_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str]) -> None:
-  p = Arguments("launch/sweep.py", description=__doc__, allow_abbrev=False)
-  p.formatter_class = argparse.RawDescriptionHelpFormatter
+  p = Parser("python launch/sweep.py", __doc__)
   p.add_argument("--sweep", required=True, help="FILE.py[:arg]")
   p.add_argument("--out", required=True, type=pathlib.Path, help="folder of the workdirs")
   add_backend_arguments(p)

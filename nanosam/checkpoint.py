@@ -1,6 +1,8 @@
 """Checkpoints: the state, where the data stands, and what the run has cost so far."""
 
+import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -9,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,11 +23,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
+from nanosam.cluster import ALONE, Hosts
+from nanosam.data.remote import is_remote
 from nanosam.errors import UserError
 
 FOLDER = "checkpoints"
 ASIDE = "unreadable_checkpoints"
 EVAL_LOSS = "eval/loss"
+_OTHER_SHAPES = "compatible with the stored shape|tree structures do not match"  # orbax's words
 
 
 class Damaged(Exception):
@@ -46,9 +52,13 @@ class Checkpoints:
     max_to_keep: int = 2,
     read_only: bool = False,
     say: Callable[[str], None] = print,
+    hosts: Hosts = ALONE,
   ):
-    self._folder = epath.Path(workdir).absolute() / FOLDER
+    self._hosts = hosts
+    path = os.fspath(workdir)
+    self._folder = epath.Path(path if is_remote(path) else os.path.abspath(path)) / FOLDER
     self._max_to_keep, self._read_only, self._say = max_to_keep, read_only, say
+    self._failure: BaseException | None = None  # of a save in the background
     _mute_stragglers()
     self._manager = self._open()
 
@@ -68,6 +78,7 @@ class Checkpoints:
       read_only=self._read_only,
       create=not self._read_only,
       cleanup_tmp_directories=not self._read_only,  # of a run that died while saving
+      async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._barrier),
     )
     try:
       if self._folder.exists() and not self._folder.is_dir():
@@ -93,24 +104,50 @@ class Checkpoints:
     """Steps of the finished checkpoints on disk, without opening any."""
     if not self._folder.is_dir():
       return []
-    return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
+    steps = (path for path in self._folder.iterdir() if path.name.isdigit())
+    return sorted(int(path.name) for path in steps if ocp.utils.is_checkpoint_finalized(path))
 
   def best_step(self) -> int | None:
     return self._manager.best_step() if self.steps() else None
 
-  def save(self, step: int, state: Any, run: dict[str, Any], eval_loss: float | None) -> None:
-    """Returns once the state is off the devices; `check` and `wait` report what went wrong."""
+  def save(
+    self,
+    step: int,
+    state: Any,
+    run: dict[str, Any],
+    eval_loss: float | None,
+    after: concurrent.futures.Future[None] | None = None,
+  ) -> None:
+    """Returns once the state is off the devices; `check` and `wait` report what went wrong.
+
+    The checkpoint does not count as complete before `after` is done.
+    """
     metrics = None if eval_loss is None else {EVAL_LOSS: eval_loss}
-    args = ocp.args.Composite(
-      state=ocp.args.PyTreeSave(state), run=ocp.args.JsonSave(_seal(run, checksums(state)))
-    )
+    items: dict[str, Any] = {
+      "state": ocp.args.PyTreeSave(state),
+      "run": ocp.args.JsonSave(_seal(run, checksums(state))),
+    }
+    if after is not None:
+      items["after"] = After(after)
+    args = ocp.args.Composite(**items)
     with self._trouble():
       self._manager.save(step, args=args, metrics=metrics, force=True)
 
   def check(self) -> None:
     """Raises if a save has failed in the background."""
     with self._trouble():
-      self._manager.check_for_errors()
+      if self._failure:
+        raise self._failure
+
+  def _barrier(self, *, key: str, timeout_ms: int) -> None:
+    """Where orbax, in the background, makes processes wait for each other.
+
+    It does so also after an error, when the others wait at another barrier: for ten minutes.
+    """
+    self._failure = sys.exc_info()[1]
+    if self._failure:
+      raise self._failure
+    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
   def wait(self) -> None:
     with self._trouble():
@@ -118,7 +155,7 @@ class Checkpoints:
 
   def restore(self, abstract_state: Any, step: int) -> Restored:
     args = ocp.args.Composite(state=_arrays(abstract_state), run=ocp.args.JsonRestore())
-    restored = self._manager.restore(step, args=args)
+    restored = self._read(step, args)
     run, wanted = _unseal(restored["run"])
     _check(restored["state"], abstract_state, wanted)
     return Restored(step, restored["state"], run)
@@ -130,7 +167,7 @@ class Checkpoints:
     """Some of the state's fields: the others are not read."""
     args = ocp.args.Composite(state=_arrays(target, partial=True), run=ocp.args.JsonRestore())
     try:
-      restored = self._manager.restore(step, args=args)
+      restored = self._read(step, args)
       _check(restored["state"], target, _unseal(restored["run"])[1])
     except Exception as e:
       others = ", ".join(str(s) for s in self.steps() if s != step)
@@ -140,13 +177,31 @@ class Checkpoints:
       ) from e
     return restored["state"]
 
+  def _read(self, step: int, args: ocp.args.Composite) -> Any:
+    """Every process reads by itself: one that cannot must not leave the others waiting for it."""
+    found, reason, me = None, "", jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+      primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
+    )
+    handler = ocp.CompositeCheckpointHandler(
+      composite_options=ocp.CompositeOptions(multiprocessing_options=alone)
+    )
+    try:
+      with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
+        found = reader.restore(self._folder / str(step), args)
+    except Exception as e:  # orbax and tensorstore raise whatever fits; all mean the same here
+      reason = _reason(e)
+    if reasons := list(filter(None, self._hosts.gather(reason))):
+      raise Damaged(reasons[0])
+    return found
+
   def restore_newest(self, abstract_state: Any) -> Restored | None:
     """The newest checkpoint that can be read; unreadable ones are set aside, not deleted."""
     unreadable: dict[int, str] = {}
     for step in reversed(self.steps()):
       try:
         found = self.restore(abstract_state, step)
-      except Exception as e:  # orbax and tensorstore raise whatever fits; all mean the same here
+      except Damaged as e:
         unreadable[step] = _reason(e)
         self._say(f"checkpoint {step} cannot be read ({unreadable[step]}); trying the one before")
         continue
@@ -154,6 +209,11 @@ class Checkpoints:
       return found
     if unreadable:
       newest, reason = next(iter(unreadable.items()))
+      if all(re.search(_OTHER_SHAPES, reason) for reason in unreadable.values()):
+        raise UserError(
+          f"the checkpoints {sorted(unreadable)} in {self._folder} are of another model or "
+          f"optimizer ({reason}): restore the settings of that run, or use another workdir"
+        )
       raise UserError(
         f"none of the checkpoints {sorted(unreadable)} in {self._folder} can be read "
         f"({newest}: {reason}); move that folder away to start over"
@@ -168,12 +228,13 @@ class Checkpoints:
 
   def _move_aside(self, steps: list[int]) -> None:
     aside = self._folder.parent / ASIDE
-    aside.mkdir(exist_ok=True)
-    for step in steps:
+    for step in steps if self._hosts.first else ():
+      aside.mkdir(exist_ok=True)
       names = itertools.chain([str(step)], (f"{step}.{n}" for n in itertools.count(1)))
       target = next(aside / name for name in names if not (aside / name).exists())
       (self._folder / str(step)).rename(target)
       self._say(f"moved unreadable checkpoint {step} to {target}")
+    self._hosts.gather(None)  # the others go on once it is done
 
   def close(self) -> None:
     with self._trouble():
@@ -191,6 +252,25 @@ class Checkpoints:
         f"could not save a checkpoint in {self._folder}: {_reason(e)}; {last}. "
         "Free some space or fix the folder, then run the same command to resume"
       ) from e
+
+
+class _Nothing(ocp.AsyncCheckpointHandler):
+  """Saves nothing; orbax calls a checkpoint complete when what it waits for is done."""
+
+  async def async_save(self, directory: Any, args: "After") -> list[ocp.future.Future]:
+    return [args.done]
+
+  def save(self, directory: Any, args: "After") -> None:
+    args.done.result()
+
+  def restore(self, directory: Any, args: Any = None) -> None:
+    pass
+
+
+@ocp.args.register_with_handler(_Nothing, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class After(ocp.args.CheckpointArgs):
+  done: Any  # a Future
 
 
 def _eval_loss(metrics: dict[str, float]) -> float:
@@ -279,7 +359,12 @@ def _digest(value: Any) -> str:
 def _reason(error: BaseException) -> str:
   """One line; orbax and tensorstore append pages of details."""
   line = str(error.__cause__ or error).strip().split("\n")[0]
-  for details in (" [tensorstore_spec", " [source locations", " See full TensorStore details"):
+  for details in (
+    " [tensorstore_spec",
+    " [source locations",
+    " See full TensorStore details",
+    ". Truncating",
+  ):
     line = line.split(details)[0]
   return line[:300] or type(error).__name__
 

@@ -20,35 +20,23 @@ reached, read off the eval curves. A curve read before its end is in mid-schedul
 learning rate is still high: for a fair race train with a schedule for that budget.
 """
 
-import argparse
 import collections
 import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from nanosam import config as config_lib
-from nanosam import errors, paired
+from nanosam import errors, paired, tables
+from nanosam.command import Parser
+from nanosam.comparable import check_comparable
 from nanosam.errors import UsageError, UserError
 from nanosam.runs import DIVERGED, FINISHED, Run, find_runs
 
 AXES = {"steps": "step", "compute": "compute", "time": "time"}  # view: field of an eval record
-REPLICATE = ("seed", "data_seed")
-# The data's fingerprint and the eval set are compared themselves; how often to look is no matter.
-NOT_COMPARED = {"data.source", "data.vocab_size", "data.repeat", "guard.spike"} | {
-  f"eval_{name}" for name in ("every_steps", "steps", "batch_size")
-}
-# A key that differs in proportion to another which is compared does not differ by itself.
-FOLLOWS = {
-  "opt.init_learning_rate": "opt.peak_learning_rate",
-  "opt.final_learning_rate": "opt.peak_learning_rate",
-  "opt.rho_warmup_steps": "opt.warmup_steps",
-  "opt.warmup_steps": "opt.num_train_steps",
-  "model.F": "model.D",
-}
 
 
 @dataclasses.dataclass
@@ -74,7 +62,7 @@ class Difference:
   @property
   def interval(self) -> paired.Interval | None:
     """The widest claim there is."""
-    return next(filter(None, map(self.intervals.get, ("both", "seeds", "units"))), None)
+    return next(filter(None, map(self.intervals.get, tables.WIDEST_CLAIM_FIRST)), None)
 
 
 @dataclasses.dataclass
@@ -169,67 +157,11 @@ def compare(
   return report
 
 
-def differing_keys(a: Run, b: Run, varied: Iterable[str]) -> list[str]:
-  """Settings, beyond `varied` and the seeds, in which two runs differ; a setting that one of the
-  methods does not have is none."""
-  common = a.keys.keys() & b.keys.keys() - {*varied, *REPLICATE, *NOT_COMPARED}
-  return sorted(k for k in common if a.keys[k] != b.keys[k] and not _follows(a.keys, b.keys, k))
-
-
-def _follows(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> bool:
-  """Whether a key differs only as its leader does: counts of steps to the nearest, or next."""
-  if key == "opt.perturbed_dtype":
-    return a[key] == a["model.dtype"] and b[key] == b["model.dtype"]
-  leader = FOLLOWS.get(key)
-  if leader is None or a[leader] == b[leader]:
-    return False
-  small, large = sorted((a, b), key=lambda keys: keys[leader])
-  expected = large[key] * small[leader] / large[leader]
-  tolerance = 1 if isinstance(small[key], int) else 1e-6 * abs(expected)
-  return abs(small[key] - expected) <= tolerance
-
-
-def check_comparable(runs: Sequence[Run], varied: Iterable[str]) -> None:
-  varied = set(varied)
-  for key in varied - set(REPLICATE):
-    known = {k for r in runs for k in r.keys}
-    if key not in known:
-      raise UsageError(f"no run has a setting '{key}': {config_lib.nearest(key, sorted(known))}")
-  # A run without some setting (adamw has no rho) compares with all: so every pair is looked at.
-  for i, a in enumerate(runs):
-    for b in runs[:i]:
-      if keys := differing_keys(b, a, varied):
-        what = "; ".join(f"{k} is {b.keys[k]} in {b.path}, {a.keys[k]} in {a.path}" for k in keys)
-        raise UsageError(
-          f"these runs differ in more than {', '.join(sorted(varied))} and seeds: {what}. Compare "
-          f"by it (--by=...,{keys[0]}), tune over it (--tune=...,{keys[0]}), or leave runs out"
-        )
-  first = runs[0]
-  for run in runs[1:]:
-    _check_same_data(first, run)
-
-
-def _check_same_data(a: Run, b: Run) -> None:
-  for name, what in (("data", "data"), ("eval_set", "eval set")):
-    one, other = a.environment.get(name), b.environment.get(name)
-    if one != other:
-      raise UsageError(
-        f"{a.path} and {b.path} have different {what}: {one} and {other}; their losses do not "
-        "compare. Train them again on the same"
-      )
-  if a.state == b.state == FINISHED and not np.array_equal(a.weight_R, b.weight_R):
-    raise UsageError(f"{a.path} and {b.path} were evaluated on different sequences; evaluate again")
-
-
 def _split(runs: Iterable[Run], keys: Sequence[str]) -> dict[str, list[Run]]:
   parts: dict[str, list[Run]] = collections.defaultdict(list)
   for run in runs:
-    parts[", ".join(_show(run.keys.get(k)) for k in keys)].append(run)
+    parts[", ".join(tables.show(run.keys.get(k)) for k in keys)].append(run)
   return parts
-
-
-def _show(value: Any) -> str:
-  return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _group(
@@ -306,8 +238,8 @@ def _tuning_notes(group: Group, tune: Sequence[str]) -> list[str]:
     for edge, word in ((tried[0], "smallest"), (tried[-1], "largest")):
       if best == edge:
         notes.append(
-          f"warning: {group.label}: the best {key}={_show(best)} is the {word} tried "
-          f"({', '.join(map(_show, tried))}): the optimum may lie beyond; extend the grid"
+          f"warning: {group.label}: the best {key}={tables.show(best)} is the {word} tried "
+          f"({', '.join(map(tables.show, tried))}): the optimum may lie beyond; extend the grid"
         )
   seeds = [set(c.losses) for c in group.cells]
   if len(seeds) > 1 and not set.intersection(*seeds):
@@ -316,7 +248,7 @@ def _tuning_notes(group: Group, tune: Sequence[str]) -> list[str]:
     )
   for cell in group.cells:
     if bad := [str(seed) for (seed, _), loss in cell.losses.items() if not math.isfinite(loss)]:
-      where = ", ".join(f"{k}={_show(v)}" for k, v in cell.settings.items())
+      where = ", ".join(f"{k}={tables.show(v)}" for k, v in cell.settings.items())
       notes.append(f"{group.label}: {where or 'its run'} diverged on seed {', '.join(bad)}")
   return notes
 
@@ -377,45 +309,19 @@ def text(report: Report) -> str:
   """The report as people read it."""
   unit = {"steps": "steps", "compute": "FLOPs", "time": "s"}[report.view]
   where = "after the last step" if report.budget is None else f"at {report.budget:.4g} {unit}"
-  head = ["", "loss", "sd", "seeds", f"minus {report.baseline}", "interval", "to target", "best"]
-  rows = [head] + [_row(g) for g in report.groups]
-  widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-  lines = [f"eval loss {where}"]
-  lines += [
-    "  ".join(f"{x:<{w}}" if i in (0, 7) else f"{x:>{w}}" for i, (x, w) in enumerate(columns))
-    for columns in (list(zip(row, widths, strict=True)) for row in rows)
-  ]
-  intervals = [g.difference.interval for g in report.groups if g.difference]
-  covered = {i.covers for i in intervals if i}
-  lines += [f"the interval covers {what}" for what in sorted(covered)]
+  found = report.to_json()
+  head, rows = tables.comparison(found)
+  to_target = [tables.number(g["to_target"], ".4g", "never") for g in found["groups"]]
+  rows = [[*row, target] for row, target in zip(rows, to_target, strict=True)]
+  lines = [f"eval loss {where}", *tables.plain(tables.Table([*head, "to target"], rows))]
+  lines += [f"the interval covers {what}" for what in tables.covered(found)]
   if report.target is not None:
     lines.append(f"to target: {unit} until eval loss {report.target:.4f}")
-  return "\n".join(line.rstrip() for line in [*lines, *report.notes])
-
-
-def _row(g: Group) -> list[str]:
-  d = g.difference
-  i = d.interval if d else None
-  return [
-    g.label,
-    f"{g.mean:.4f}",
-    "" if g.deviation is None else f"{g.deviation:.4f}",
-    str(len(g.best.losses)),
-    f"{d.mean:+.4f}" if d else "",
-    f"[{i.low:+.4f}, {i.high:+.4f}]" if i else "",
-    "never" if g.to_target is None else f"{g.to_target:.4g}",
-    " ".join(f"{k.split('.')[-1]}={_show(v)}" for k, v in g.best.settings.items()),
-  ]
-
-
-class _Arguments(argparse.ArgumentParser):
-  def error(self, message: str) -> NoReturn:
-    raise UsageError(f"{message}; python -m nanosam.compare --help shows what there is")
+  return "\n".join([*lines, *report.notes])
 
 
 def main(argv: list[str]) -> None:
-  p = _Arguments("python -m nanosam.compare", description=__doc__, allow_abbrev=False)
-  p.formatter_class = argparse.RawDescriptionHelpFormatter
+  p = Parser("python -m nanosam.compare", __doc__)
   p.add_argument("folders", nargs="+", metavar="DIR", help="workdirs, or folders that hold them")
   p.add_argument("--by", default="opt.method", help="keys that make groups")
   p.add_argument("--tune", default="", help="keys of which each group takes its best value")

@@ -121,6 +121,13 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   c.diagnostics.every = 0  # steps between measurements of tau (see curvature.py); 0 = off
   c.diagnostics.batch_size = c.get_ref("batch_size") * 1  # sequences of the validation split
 
+  # Processes of a run on several machines; TPU pods, Slurm and launch/local.py set these.
+  c.cluster = ml_collections.ConfigDict()
+  c.cluster.coordinator = ""  # HOST:PORT of process 0; "" = detect, or one process
+  c.cluster.num_processes = 0  # 0 = detect; 1 = only this one
+  c.cluster.process_id = -1  # of this one; -1 = detect
+  c.cluster.timeout = 300  # seconds to wait for all processes at the start
+
   c.eval_every_steps = 500
   c.eval_steps = 32  # eval_steps x eval_batch_size sequences: a fixed set, whatever the batch size
   c.eval_batch_size = 64
@@ -156,8 +163,10 @@ def paper(size: str, method: str) -> ml_collections.ConfigDict:
   c = default(size=size, method=method)
   c.data.source = "tokens:data/c4"
   c.mesh.data, c.mesh.fsdp = 1, -1
+  c.model.remat = size in ("42.5M", "117.9M", "1208M")
   if size == "1208M":
-    c.model.remat = True
+    c.model.scan_layers = True  # compiles in a third of the time
+    c.grad_accumulation_steps = 2
     if method in ("sam", "precond_sam"):
       c.opt.rho_schedule = "warmup"  # the paper's remedy for their NaNs at this size
   return c
@@ -174,7 +183,7 @@ def parameter_counts(c: ml_collections.ConfigDict, vocab_size: int) -> dict[str,
 
 # Keys that may differ between a run and its continuation: they do not change the result.
 FREE_KEYS = re.compile(
-  r"workdir|log_every_steps|checkpoint.*|max_to_keep|allow_changed_keys|compilation_cache|deterministic|profile_steps|tensorboard|wandb\..*|mesh\..*|"
+  r"workdir|log_every_steps|checkpoint.*|max_to_keep|allow_changed_keys|compilation_cache|deterministic|profile_steps|tensorboard|wandb\..*|mesh\..*|cluster\..*|"
   r"diagnostics\..*|grad_accumulation_steps|model\.remat|data\.(workers|prefetch|cache_dir|data_dir)"
 )
 

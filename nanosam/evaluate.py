@@ -52,7 +52,7 @@ class Evaluation(NamedTuple):
   def save(self, path: pathlib.Path, step: int) -> None:
     """Per-sequence losses, for paired comparisons between runs."""
     content = io.BytesIO()
-    np.savez(content, step=step, nll=self.nll_R, weight=self.weight_R, bytes=self.bytes)
+    np.savez_compressed(content, step=step, nll=self.nll_R, weight=self.weight_R, bytes=self.bytes)
     write_atomically(path, content.getvalue())
 
   def metrics(self) -> dict[str, float]:

@@ -55,6 +55,8 @@ def _count(jaxpr: Any, branch: Callable[[Iterable[int]], int]) -> int:
 
 
 def _dot(eqn: Any) -> int:
+  if not eqn.outvars[0].aval.shape:
+    return 0  # of two vectors: a metric, no matrix product
   (contracted, _), _ = eqn.params["dimension_numbers"]
   lhs = eqn.invars[0].aval.shape
   return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[i] for i in contracted)

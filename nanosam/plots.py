@@ -6,6 +6,7 @@ the taus over its training.
 
 import contextlib
 import functools
+import io
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,36 +14,51 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanosam import errors
-from nanosam.data.command import Parser
+from nanosam.command import Parser
 from nanosam.errors import UserError
 from nanosam.workdir import read_config
 from nanosam.writers import METRICS_FILE, read_metrics
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; markers for print.
+INK, MUTED, GRID = "#000000", "#777777", "#e6e6e6"
+ORANGE, SKY, GREEN, BLUE, RED, PINK, BROWN = (
+  *("#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"),
+  "#8C564B",
+)
 STYLES = {
-  "adamw": ("#000000", "o"),
-  "sam": ("#D55E00", "s"),
-  "precond_sam": ("#E69F00", "D"),
-  "func_sam": ("#56B4E9", "^"),
-  "precond_func_sam": ("#0072B2", "v"),
-  "momentum_func_sam": ("#009E73", "P"),
+  "adamw": (INK, "o"),
+  "sam": (RED, "s"),
+  "precond_sam": (ORANGE, "D"),
+  "func_sam": (SKY, "^"),
+  "precond_func_sam": (BLUE, "v"),
+  "momentum_func_sam": (GREEN, "P"),
+  "momentum_precond_func_sam": (GREEN, "H"),
+  "momentum_sam": (BROWN, "p"),
+  "logit_sam": (PINK, "h"),
+  "asam": (BROWN, "d"),
 }
-OTHER = ("#CC79A7", "X")
+OTHER = (PINK, "X")
+# What each colour is on a dark page, where it differs.
+DARK = {INK: "#f0f0f0", MUTED: "#a0a0a0", GRID: "#3a3a3a", BLUE: "#8aa6ff", BROWN: "#c49a8f"}
 SETTINGS: Any = {
   "axes.spines.top": False,
   "axes.spines.right": False,
   "axes.grid": True,
-  "grid.color": "#e6e6e6",
+  "grid.color": GRID,
   "axes.axisbelow": True,
   "font.size": 10,
   "legend.frameon": False,
+  "legend.fontsize": 8.5,
+  "svg.fonttype": "none",  # text stays text
   "svg.hashsalt": "nanosam",  # the same figure is the same file
 }
+Target = pathlib.Path | io.StringIO  # where a figure goes: files, or the text of an SVG
+Curve = tuple[np.ndarray, np.ndarray]  # x, y
 
 
 @contextlib.contextmanager
-def figure(path: pathlib.Path, panels: int, size: tuple[float, float]) -> Iterator[Any]:
-  """Axes to draw on; writes path.svg and path.png."""
+def figure(target: Target, panels: int, size: tuple[float, float]) -> Iterator[Any]:
+  """Axes to draw on; writes target.svg and target.png, or the SVG into a buffer."""
   try:
     import matplotlib
     from matplotlib.figure import Figure
@@ -51,49 +67,86 @@ def figure(path: pathlib.Path, panels: int, size: tuple[float, float]) -> Iterat
   with matplotlib.rc_context(SETTINGS):
     fig = Figure(figsize=size, layout="constrained")
     yield fig.subplots(1, panels, squeeze=False)[0]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    fig.savefig(path.with_suffix(".png"), dpi=150)
+    if isinstance(target, io.StringIO):
+      fig.savefig(target, format="svg", metadata={"Date": None}, transparent=True)
+      return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(target.with_suffix(".svg"), metadata={"Date": None})
+    fig.savefig(target.with_suffix(".png"), dpi=150)
+
+
+ONE_PANEL = (5.2, 3.5)
 
 
 def curves(
-  path: pathlib.Path,
-  runs: Mapping[str, Mapping[Any, tuple[np.ndarray, np.ndarray]]],
-  baseline: str,
-  x_label: str,
+  target: Target, runs: Mapping[str, Mapping[Any, Curve]], baseline: str, x_label: str
 ) -> None:
   """`runs[method][seed]` = (x, eval loss): the curves, and their paired distance to the baseline.
 
-  Lines are means over seeds, bands the range over seeds. The distance is drawn where both have
-  evaluations.
+  Lines are means over seeds, bands the range over seeds.
   """
-  with figure(path, 2, (9, 3.6)) as (left, right):
-    for method, by_seed in runs.items():
-      colour, marker = STYLES.get(method, OTHER)
-      x = functools.reduce(np.intersect1d, (x for x, _ in by_seed.values()))
-      _band(left, x, np.stack([_at(c, x) for c in by_seed.values()]), colour, marker, method)
-      common = [s for s in by_seed if s in runs.get(baseline, {})]
-      if method == baseline or not common:
-        continue
-      x = np.intersect1d(x, runs[baseline][common[0]][0])
-      gap = [_at(by_seed[s], x) - _at(runs[baseline][s], x) for s in common]
-      _band(right, x, np.stack(gap), colour, marker, method)
-    right.axhline(0, color=STYLES["adamw"][0], linewidth=1)
-    right.set_ylabel(f"eval loss minus {baseline}")
-    left.set_ylabel("eval loss")
-    left.legend()
-    for ax in (left, right):
-      ax.set_xlabel(x_label)
-    # The first evaluations tower over the rest, which is what one wants to see.
-    tops = [np.median(y) for by_seed in runs.values() for _, y in by_seed.values()]
-    lows = [y.min() for by_seed in runs.values() for _, y in by_seed.values()]
-    left.set_ylim(
-      min(lows) - 0.1 * (max(tops) - min(lows)), min(lows) + 3 * (max(tops) - min(lows))
-    )
+  with figure(target, 2, (9, 3.6)) as (left, right):
+    _draw_losses(left, runs, x_label)
+    _draw_gaps(right, runs, baseline, x_label)
 
 
-def _at(curve: tuple[np.ndarray, np.ndarray], x: np.ndarray) -> np.ndarray:
-  return np.interp(x, *curve)
+def losses(target: Target, runs: Mapping[str, Mapping[Any, Curve]], x_label: str) -> None:
+  with figure(target, 1, ONE_PANEL) as (ax,):
+    _draw_losses(ax, runs, x_label)
+
+
+def gaps(
+  target: Target, runs: Mapping[str, Mapping[Any, Curve]], baseline: str, x_label: str
+) -> None:
+  with figure(target, 1, ONE_PANEL) as (ax,):
+    _draw_gaps(ax, runs, baseline, x_label)
+    _legend_above(ax)
+
+
+def _draw_losses(ax: Any, runs: Mapping[str, Mapping[Any, Curve]], x_label: str) -> None:
+  for method, by_seed in runs.items():
+    _band(ax, *mean_curve(by_seed), *STYLES.get(method, OTHER), method)
+  # The first evaluations tower over the rest, which is what one wants to see.
+  every = [y for by_seed in runs.values() for _, y in by_seed.values()]
+  low, top = min(y.min() for y in every), max(np.median(y) for y in every)
+  if top > low:
+    ax.set_ylim(low - 0.1 * (top - low), low + 3 * (top - low))
+  ax.set(xlabel=x_label, ylabel="eval loss")
+  ax.legend(loc="upper right")
+
+
+def _draw_gaps(
+  ax: Any, runs: Mapping[str, Mapping[Any, Curve]], baseline: str, x_label: str
+) -> None:
+  base = runs.get(baseline, {})
+  for method, by_seed in runs.items():
+    if method != baseline and (found := gap(by_seed, base)):
+      _band(ax, *found, *STYLES.get(method, OTHER), method)
+  ax.axhline(0, color=INK, linewidth=1)
+  ax.set(xlabel=x_label, ylabel=f"eval loss minus {baseline}")
+
+
+def mean_curve(by_seed: Mapping[Any, Curve]) -> tuple[np.ndarray, np.ndarray]:
+  """(x, y by seed) where all seeds were evaluated; an x that is measured (time) is averaged."""
+  xs = [x for x, _ in by_seed.values()]
+  if len({len(x) for x in xs}) == 1:
+    return np.mean(xs, 0), np.stack([y for _, y in by_seed.values()])
+  x = functools.reduce(np.intersect1d, xs)
+  return x, np.stack([np.interp(x, *curve) for curve in by_seed.values()])
+
+
+def gap(
+  by_seed: Mapping[Any, Curve], base: Mapping[Any, Curve]
+) -> tuple[np.ndarray, np.ndarray] | None:
+  """(x, distance to the baseline by seed) where both have been; None if they share no seed."""
+  common = [s for s in by_seed if s in base]
+  if not common:
+    return None
+  x, y_SxX = mean_curve({s: by_seed[s] for s in common})
+  first, last = (f(base[s][0][i] for s in common) for f, i in ((max, 0), (min, -1)))
+  inside = (x > first - 1e-6 * abs(first)) & (x < last + 1e-6 * abs(last))
+  base_SxX = np.stack([np.interp(x, *base[s]) for s in common])
+  return x[inside], (y_SxX - base_SxX)[:, inside]
 
 
 def _band(ax: Any, x: np.ndarray, y_SxX: np.ndarray, colour: str, marker: str, label: str) -> None:
@@ -103,19 +156,27 @@ def _band(ax: Any, x: np.ndarray, y_SxX: np.ndarray, colour: str, marker: str, l
 
 
 def loss_against_rho(
-  path: pathlib.Path, points: Mapping[str, Sequence[tuple[float, float]]], baseline: float
+  target: Target, points: Mapping[str, Sequence[tuple[float, float]]], baseline: float
 ) -> None:
   """`points[method]` = (rho, eval loss), in any order; `baseline` is AdamW's loss."""
-  with figure(path, 1, (5.6, 3.8)) as (ax,):
-    for method, pairs in points.items():
-      colour, marker = STYLES.get(method, OTHER)
-      rho, loss = zip(*sorted(pairs), strict=True)
-      ax.plot(rho, loss, color=colour, marker=marker, markersize=5, linewidth=1.2, label=method)
-    ax.axhline(baseline, color=STYLES["adamw"][0], linestyle="--", linewidth=1, label="adamw")
+  with figure(target, 1, ONE_PANEL) as (ax,):
+    _draw_points(ax, points)
+    ax.axhline(baseline, color=INK, linestyle="--", linewidth=1, label="adamw")
     ax.set_xscale("log")
-    ax.set_xlabel("rho, the length of the perturbation")
-    ax.set_ylabel("eval loss")
-    ax.legend()
+    ax.set(xlabel="rho, the length of the perturbation", ylabel="eval loss")
+    _legend_above(ax)
+
+
+def _legend_above(ax: Any) -> None:
+  """Where it hides nothing."""
+  ax.figure.legend(loc="outside upper center", ncols=3)
+
+
+def _draw_points(ax: Any, points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+  for method, pairs in points.items():
+    colour, marker = STYLES.get(method, OTHER)
+    x, y = zip(*sorted(pairs), strict=True)
+    ax.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.2, label=method)
 
 
 class Row(NamedTuple):
@@ -127,30 +188,30 @@ class Row(NamedTuple):
   paper: float | None  # the paper's difference
 
 
-def differences(path: pathlib.Path, rows: Sequence[Row], confidence: float) -> None:
+def differences(target: Target, rows: Sequence[Row], confidence: float) -> None:
   """One line per method: the difference to AdamW with its interval, the paper's as a cross."""
-  with figure(path, 1, (6.4, 1.1 + 0.36 * len(rows))) as (ax,):
+  with figure(target, 1, (6.4, 1.1 + 0.36 * len(rows))) as (ax,):
     for y, row in enumerate(rows):
       colour, marker = STYLES.get(row.method, OTHER)
       if row.low is not None and row.high is not None:
         ax.plot([row.low, row.high], [y, y], color=colour, linewidth=2)
       ax.plot(row.mean, y, color=colour, marker=marker, markersize=6)
       if row.paper is not None:
-        ax.plot(row.paper, y, color="#777777", marker="x", markersize=6, linestyle="none")
-    ax.axvline(0, color=STYLES["adamw"][0], linewidth=1)
+        ax.plot(row.paper, y, color=MUTED, marker="x", markersize=6, linestyle="none")
+    ax.axvline(0, color=INK, linewidth=1)
     ax.set_yticks(range(len(rows)), [row.label for row in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     cross = "; x: the paper" if any(row.paper is not None for row in rows) else ""
     ax.set_xlabel(f"eval loss minus adamw, {confidence:.0%} interval (left is better){cross}")
 
 
-def run_curve(path: pathlib.Path, workdir: pathlib.Path) -> None:
+def run_curve(target: Target, workdir: pathlib.Path) -> None:
   """Training and eval loss of one run over its steps."""
   records = read_metrics(workdir / METRICS_FILE)
-  with figure(path, panels=1, size=(6.4, 3.6)) as (ax,):
+  with figure(target, 1, (6.4, 3.6)) as (ax,):
     for name, label, style in (
-      ("train/loss", "training", dict(color="#56B4E9", linewidth=1)),
-      ("eval/loss", "eval", dict(color="#000000", marker="o", markersize=4)),
+      ("train/loss", "training", dict(color=SKY, linewidth=1)),
+      ("eval/loss", "eval", dict(color=INK, marker="o", markersize=4)),
     ):
       points = [(r["step"], r[name]) for r in records if name in r]
       ax.plot(*zip(*points, strict=True), label=label, **style)
@@ -226,7 +287,7 @@ def tau_series(workdir: pathlib.Path, prefix: str = "tau") -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-  p = Parser("nanosam.plots", "Draws the loss curve of a run, or its taus.")
+  p = Parser("python -m nanosam.plots", "Draws the loss curve of a run, or its taus.")
   p.add_argument("--workdir", type=pathlib.Path, required=True)
   p.add_argument("--out", type=pathlib.Path, required=True, help="without .svg and .png")
   p.add_argument("--what", default="loss", choices=("loss", "tau", "tau_precond"))

@@ -1,17 +1,20 @@
 """A trained model, read back from its workdir: what the commands over a run share."""
 
-import argparse
-import pathlib
-from typing import Any, NamedTuple, NoReturn
+import contextlib
+import os
+from typing import Any, NamedTuple
 
 import ml_collections
+from etils import epath
 from jax.sharding import Mesh
 
 from nanosam import __version__, runtime, sharding
 from nanosam import config as config_lib
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import FOLDER, Checkpoints
+from nanosam.command import Parser
 from nanosam.data.pipeline import Source, source_of
+from nanosam.data.remote import is_remote, reaching
 from nanosam.errors import UsageError, UserError
 from nanosam.model import Params
 from nanosam.optim import base
@@ -31,11 +34,12 @@ class Loaded(NamedTuple):
 
 
 def load_run(
-  workdir: str | pathlib.Path, step: str = "latest", with_moments: bool = False
+  workdir: str | os.PathLike[str], step: str = "latest", with_moments: bool = False
 ) -> Loaded:
   """The run's model at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
-  workdir = pathlib.Path(workdir)
-  stored = workdir_lib.read_config(workdir)
+  workdir = epath.Path(workdir)
+  with reaching(str(workdir)) if is_remote(str(workdir)) else contextlib.nullcontext():
+    stored = workdir_lib.read_config(workdir)
   environment = stored.pop(workdir_lib.ENVIRONMENT, {})
   c = _config(workdir, stored, environment)
   runtime.set_up_jax(c)
@@ -60,7 +64,7 @@ def load_run(
 
 
 def _config(
-  workdir: pathlib.Path, stored: dict[str, Any], environment: dict[str, Any]
+  workdir: epath.Path, stored: dict[str, Any], environment: dict[str, Any]
 ) -> ml_collections.ConfigDict:
   """Keys that are younger than the run have their defaults."""
   c = ml_collections.ConfigDict(config_lib.default().to_dict())
@@ -77,13 +81,13 @@ def _config(
   return c.lock()
 
 
-def _open_checkpoints(workdir: pathlib.Path) -> Checkpoints:
+def _open_checkpoints(workdir: epath.Path) -> Checkpoints:
   if not (workdir / FOLDER).is_dir():
     raise UserError(f"{workdir} has no checkpoints; train with --config.checkpoint=True")
   return Checkpoints(workdir, read_only=True)
 
 
-def _choose(checkpoints: Checkpoints, workdir: pathlib.Path, step: str) -> int:
+def _choose(checkpoints: Checkpoints, workdir: epath.Path, step: str) -> int:
   steps = checkpoints.steps()
   if not steps:
     raise UserError(f"{workdir} has no checkpoint yet; wait for the first, or train on")
@@ -100,21 +104,13 @@ def _choose(checkpoints: Checkpoints, workdir: pathlib.Path, step: str) -> int:
   raise UsageError(f"{workdir} has no checkpoint {step}; choose latest, best or one of {there}")
 
 
-class Arguments(argparse.ArgumentParser):
-  """The command line of a command over a run; a mistake in it is one line, like any other."""
+class Arguments(Parser):
+  """The command line of a command over a run."""
 
   def __init__(self, command: str, description: str | None):
-    super().__init__(
-      prog=f"python -m nanosam.{command}",
-      description=description,
-      formatter_class=argparse.RawDescriptionHelpFormatter,
-      allow_abbrev=False,
-    )
+    super().__init__(f"python -m nanosam.{command}", description)
     self.add_argument("--workdir", required=True, help="of the run")
     self.add_argument("--step", default="latest", help="latest (default), best, or a number")
-
-  def error(self, message: str) -> NoReturn:
-    raise UsageError(f"{message}; {self.prog} --help shows what there is")
 
 
 def numbers(text: str) -> tuple[float, ...]:

@@ -124,7 +124,17 @@ def _aborted(keys: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
 
 
 def find_runs(folders: Iterable[str | pathlib.Path]) -> tuple[list[Run], list[str]]:
-  """Every run at or below the folders, and a line for each that cannot be used whole."""
+  """Every run at or below the folders, and a line for each that cannot be used whole.
+
+  Refuses (UserError) one run in two places.
+  """
+  runs, notes = all_runs(folders)
+  refuse_twins(runs)
+  return runs, notes
+
+
+def all_runs(folders: Iterable[str | pathlib.Path]) -> tuple[list[Run], list[str]]:
+  """As find_runs, with every copy of a run."""
   paths: dict[pathlib.Path, pathlib.Path] = {}  # by real path: a folder given twice counts once
   for folder in map(pathlib.Path, folders):
     if not folder.is_dir():
@@ -144,7 +154,6 @@ def find_runs(folders: Iterable[str | pathlib.Path]) -> tuple[list[Run], list[st
       what = "diverged" if run.state == DIVERGED else "is half-written: it stands"
       more = "" if run.state == DIVERGED else "; run its command again to go on"
       notes.append(f"left out {path}: {what} at step {run.step} of {run.steps}{more}")
-  refuse_twins(runs)
   return runs, notes
 
 

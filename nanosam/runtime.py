@@ -1,6 +1,7 @@
 """Settings of the process that every command wants."""
 
 import os
+import sys
 
 import jax
 import ml_collections
@@ -11,6 +12,11 @@ from nanosam.data.pipeline import default_cache_dir
 
 def set_up_jax(c: ml_collections.ConfigDict) -> None:
   logging.set_verbosity(logging.FATAL)  # our dependencies log failures that we report ourselves
+  # On a machine with TPUs JAX has asked for them by now. On any other it would try libtpu all the
+  # same, which may be there for nanosam.plan.
+  if "tpu" not in (jax.config.jax_platforms or ""):  # type: ignore[attr-defined]
+    sys.modules["libtpu"] = None  # type: ignore[assignment]  # cannot be imported
+    os.environ.pop("TPU_LIBRARY_PATH", None)  # set by its import, which JAX tries at once
   if c.deterministic:  # read when the first device is touched
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()

@@ -21,7 +21,8 @@ STACKED = "layers"  # parameters below this name carry a leading axis of layers
 
 
 def make_mesh(data: int, fsdp: int, devices: list[jax.Device] | None = None) -> Mesh:
-  devices = jax.devices() if devices is None else devices
+  if devices is None:  # each process's together, so that its rows of a batch are too
+    devices = sorted(jax.devices(), key=lambda device: device.process_index)
   shape = mesh_shape(data, fsdp, len(devices))
   return Mesh(np.asarray(devices).reshape(shape), (DATA, FSDP), axis_types=(AxisType.Auto,) * 2)
 

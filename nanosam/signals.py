@@ -22,7 +22,7 @@ class StopRequest:
 
   def __init__(self) -> None:
     self._asked = 0
-    self._nothing_to_save = False
+    self._nothing_to_save = self._shared = False
     self._read, self._write = os.pipe()
     os.set_blocking(self._write, False)
     self._previous = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -30,7 +30,7 @@ class StopRequest:
     threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
   def __bool__(self) -> bool:
-    return self._asked > 0
+    return self._asked > 0 and not self._shared
 
   @contextlib.contextmanager
   def nothing_to_save(self) -> Iterator[None]:
@@ -40,6 +40,13 @@ class StopRequest:
       raise Interrupted(_NOTHING_LOST)
     yield
     self._nothing_to_save = False
+
+  def share(self) -> None:
+    """Several processes must stop at the same step; JAX finds one when any of them gets a SIGTERM.
+
+    JAX has its own handler for that signal by now; what is left to us is to turn ctrl-C into it.
+    """
+    self._shared = True
 
   def _listen(self) -> None:
     while byte := os.read(self._read, 1):
@@ -51,6 +58,8 @@ class StopRequest:
         os._exit(Interrupted.exit_code)
       if self._asked == 1:
         _say("stopping at the next step, after saving; ctrl-C again leaves at once without saving")
+        if self._shared:
+          os.kill(os.getpid(), signal.SIGTERM)
       elif byte[0] == signal.SIGINT:
         _say("left at once; the last checkpoint is what the same command resumes from")
         os._exit(130)

@@ -11,9 +11,16 @@ from jax.sharding import Mesh
 
 from nanosam import sharding
 from nanosam.data.batch import Batch
-from nanosam.model import ModelConfig, Params, Transformer
+from nanosam.model import ModelConfig, Params, Transformer, rounded_kernels
 from nanosam.optim import base, guard, registry
-from nanosam.optim.gradient import Estimate, Method, Metrics, estimate, estimate_by_group
+from nanosam.optim.gradient import (
+  Estimate,
+  Method,
+  Metrics,
+  cosine,
+  estimate,
+  estimate_by_group,
+)
 from nanosam.optim.passes import Hidden, Net, Passes
 
 
@@ -41,7 +48,13 @@ def make_net(c: ml_collections.ConfigDict, vocab_size: int) -> Net:
 
     return apply
 
-  return Net(hidden(c.model.dtype), hidden(c.opt.perturbed_dtype), c.head.chunk, c.head.residual)
+  return Net(
+    hidden(c.model.dtype),
+    hidden(c.opt.perturbed_dtype),
+    c.head.chunk,
+    c.head.residual,
+    lambda params: rounded_kernels(params, c.opt.perturbed_dtype),
+  )
 
 
 def make_method(opt: ml_collections.ConfigDict, params: Params) -> Method:
@@ -108,7 +121,7 @@ class Trainer:
       **{f"grad_norm/{group}": norm for group, norm in verdict.norms.items()},
     }
     if self.config.opt.log_gradient_cosine and estimated.plain is not None:
-      metrics["opt/gradient_cosine"] = _cosine(verdict.gradient, estimated.plain)
+      metrics["opt/gradient_cosine"] = cosine(verdict.gradient, estimated.plain)
     return TrainState(state.step + 1, params, opt_state, verdict.counts), metrics
 
   def _estimate(self, state: TrainState, batch: Batch) -> tuple[Estimate, jax.Array | float]:
@@ -138,7 +151,3 @@ class Trainer:
       out_shardings = (self.state_shardings, sharding.replicated(self.mesh))
       step = jax.jit(self.update, donate_argnums=0, out_shardings=out_shardings)
       return step.trace(self.abstract_state, self.abstract_batch())
-
-
-def _cosine(a: Params, b: Params) -> jax.Array:
-  return optax.tree.vdot(a, b) / optax.tree.norm(a) / optax.tree.norm(b)

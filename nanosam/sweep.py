@@ -26,6 +26,14 @@ from nanosam import runs as runs_lib
 from nanosam.errors import UsageError
 from nanosam.validate import validate
 
+# Where to look for rho at the paper's sizes. Its best SAM has rho 0.1, its smallest: begin below.
+# Preconditioned directions spread over all coordinates rather than the few with large gradients,
+# and bear more.
+PAPER_RHO = {
+  **dict.fromkeys(("sam", "func_sam", "momentum_func_sam"), (0.01, 0.03, 0.1, 0.3)),
+  **dict.fromkeys(("precond_sam", "precond_func_sam"), (0.1, 0.3, 1.0, 3.0)),
+}
+
 Overrides = dict[str, Any]
 Axis = Mapping[str, Sequence[Any]] | Sequence[Overrides]
 
@@ -61,6 +69,23 @@ def _merge(parts: Iterable[Overrides]) -> Overrides:
   return merged
 
 
+def tuned(
+  config: str, methods: Sequence[str], *, seeds: int, tag: str, **arguments: Sequence[Any]
+) -> list[tuple[str, Overrides]]:
+  """Every method at each rho of PAPER_RHO, adamw once, for every combination of the arguments.
+
+  Run k has seed k and data_seed k, so that methods are paired.
+  """
+  numbers = range(1, seeds + 1)
+  shared = product({"wandb.tags": [tag]}, together({"seed": numbers, "data_seed": numbers}))
+  runs = []
+  for point in product({**arguments, "method": methods}):
+    words = ",".join(f"{k}={v}" for k, v in point.items())
+    rhos = product({"opt.rho": PAPER_RHO[point["method"]]} if point["method"] in PAPER_RHO else {})
+    runs += [(f"{config}:{words}", overrides) for overrides in product(rhos, shared)]
+  return runs
+
+
 class Planned(NamedTuple):
   """A run to be made, or made already."""
 
@@ -70,13 +95,14 @@ class Planned(NamedTuple):
   config: ml_collections.ConfigDict  # resolved and valid
   workdir: pathlib.Path
 
+  def arguments(self, workdir: object) -> list[str]:
+    """Of nanosam.train."""
+    overrides = [f"--config.{key}={value}" for key, value in self.overrides.items()]
+    return [f"--config={self.spec}", *overrides, f"--config.workdir={workdir}"]
+
   @property
   def command(self) -> list[str]:
-    return [
-      *(sys.executable, "-m", "nanosam.train", f"--config={self.spec}"),
-      *(f"--config.{key}={value}" for key, value in self.overrides.items()),
-      f"--config.workdir={self.workdir}",
-    ]
+    return [sys.executable, "-m", "nanosam.train", *self.arguments(self.workdir)]
 
   @property
   def tokens(self) -> int:

@@ -1,8 +1,7 @@
-"""TensorBoard event files, encoded by hand: five protobuf fields and a record frame.
+"""TensorBoard event files, encoded by hand: TFRecords of five protobuf fields.
 
 The official writers need TensorFlow, which this package keeps out. The format is small and frozen:
-a file is a row of records, a record is (length, crc of length, bytes, crc of bytes), and the bytes
-are one `Event` message.
+a file is a row of records, and a record holds one `Event` message.
 """
 
 import os
@@ -11,47 +10,14 @@ import struct
 import time
 from collections.abc import Mapping
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf wire types
+from nanosam.data.tfrecord import BYTES, FIXED32, FIXED64, VARINT, field, frame, varint
+
 _SESSION_START = 1  # SessionLog.SessionStatus.START
 
 
-def _crc_table() -> list[int]:
-  table = []
-  for byte in range(256):
-    for _ in range(8):
-      byte = (byte >> 1) ^ (0x82F63B78 if byte & 1 else 0)
-    table.append(byte)
-  return table
-
-
-_CRC_TABLE = _crc_table()
-
-
-def _masked_crc32c(data: bytes) -> int:
-  crc = 0xFFFFFFFF
-  for byte in data:
-    crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-  crc ^= 0xFFFFFFFF
-  return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _varint(n: int) -> bytes:
-  out = bytearray()
-  while n > 0x7F:
-    out.append(n & 0x7F | 0x80)
-    n >>= 7
-  out.append(n)
-  return bytes(out)
-
-
-def _field(number: int, wire: int, payload: bytes) -> bytes:
-  length = _varint(len(payload)) if wire == _BYTES else b""
-  return _varint(number << 3 | wire) + length + payload
-
-
 def _event(step: int, body: bytes) -> bytes:
-  wall_time = _field(1, _FIXED64, struct.pack("<d", time.time()))
-  return wall_time + _field(2, _VARINT, _varint(step)) + body
+  wall_time = field(1, FIXED64, struct.pack("<d", time.time()))
+  return wall_time + field(2, VARINT, varint(step)) + body
 
 
 def _float32(x: float) -> bytes:
@@ -65,18 +31,8 @@ def _scalars(values: Mapping[str, float | int | str]) -> bytes:
   out = b""
   for tag, x in values.items():
     if not isinstance(x, str):  # TensorBoard's scalar page has no place for text
-      out += _field(1, _BYTES, _field(1, _BYTES, tag.encode()) + _field(2, _FIXED32, _float32(x)))
+      out += field(1, BYTES, field(1, BYTES, tag.encode()) + field(2, FIXED32, _float32(x)))
   return out
-
-
-def _frame(data: bytes) -> bytes:
-  length = struct.pack("<Q", len(data))
-  return (
-    length
-    + struct.pack("<I", _masked_crc32c(length))
-    + data
-    + struct.pack("<I", _masked_crc32c(data))
-  )
 
 
 def _new_path(folder: pathlib.Path) -> pathlib.Path:
@@ -101,22 +57,22 @@ class TensorBoardWriter:
     folder.mkdir(parents=True, exist_ok=True)
     self._path = _new_path(folder)
     self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-    self._append(0, _field(3, _BYTES, b"brain.Event:2"))
-    start = _field(1, _VARINT, _varint(_SESSION_START))
-    self._append(first_step, _field(7, _BYTES, start))
+    self._append(0, field(3, BYTES, b"brain.Event:2"))
+    start = field(1, VARINT, varint(_SESSION_START))
+    self._append(first_step, field(7, BYTES, start))
 
   def _append(self, step: int, body: bytes) -> None:
-    record = _frame(_event(step, body))
+    record = frame(_event(step, body))
     if os.write(self._fd, record) != len(record):
       raise OSError(f"{self._path} took only a part of a record: is the disk full?")
 
   def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
     summary = _scalars(values)
     if summary:
-      self._append(step, _field(5, _BYTES, summary))
+      self._append(step, field(5, BYTES, summary))
 
   def summary(self, values: Mapping[str, float]) -> None:
     """TensorBoard has no notion of one value for a whole run."""
 
-  def close(self) -> None:
+  def close(self, exit_code: int = 0) -> None:
     os.close(self._fd)

@@ -6,6 +6,7 @@ python -m nanosam.train --config=configs/FILE.py[:k=v,...] [--config.KEY=VALUE .
 import contextlib
 import dataclasses
 import math
+import os
 import pathlib
 from typing import Any, NamedTuple
 
@@ -17,8 +18,9 @@ from nanosam import config as config_lib
 from nanosam import errors, flops, runtime, sharding, watch
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import Checkpoints
-from nanosam.data.batch import Batch, batch_hash
-from nanosam.data.pipeline import Source, source_of
+from nanosam.cluster import Hosts, joined
+from nanosam.data.batch import Batch, Reading, batch_hash, combine_hashes
+from nanosam.data.pipeline import Source, merge_states, source_of
 from nanosam.diagnostics import TAU, Diagnostics
 from nanosam.evaluate import Evaluator
 from nanosam.metrics import Cost, Meter
@@ -28,21 +30,23 @@ from nanosam.progress import Progress
 from nanosam.signals import StopRequest
 from nanosam.step import Trainer, TrainState
 from nanosam.validate import check_devices, validate
-from nanosam.writers import METRICS_FILE, open_writers, read_metrics
+from nanosam.workdir import Workdir, open_workdir
+from nanosam.writers import METRICS_FILE, FanOut, Writer, open_writers, read_metrics
 
 
 def main(argv: list[str]) -> None:
   config = config_lib.from_command_line(argv)
   validate(config)
-  with StopRequest() as stop:
-    train(config, stop)
+  with StopRequest() as stop, joined(config.cluster, stop) as hosts:
+    with stop.nothing_to_save():
+      workdir = open_workdir(config, hosts)
+    with contextlib.closing(workdir):
+      train(config, workdir, stop, hosts)
 
 
-def train(c: ml_collections.ConfigDict, stop: StopRequest) -> None:
+def train(c: ml_collections.ConfigDict, workdir: Workdir, stop: StopRequest, hosts: Hosts) -> None:
   """Trains to the last step, from where the workdir stands; raises Interrupted if asked to stop."""
   with stop.nothing_to_save():
-    workdir = workdir_lib.create(c.workdir)
-    workdir_lib.claim(workdir)
     runtime.set_up_jax(c)
     mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp)
     check_devices(c, sharding.shards(mesh))
@@ -50,15 +54,20 @@ def train(c: ml_collections.ConfigDict, stop: StopRequest) -> None:
     source.check_length(
       L=c.model.L, batch_size=c.batch_size, steps=c.opt.num_train_steps, repeat=c.data.repeat
     )
-    run = Run(c, workdir, source, Trainer(c, source.tokenizer.vocab_size, mesh), stop)
+    run = Run(c, workdir, source, Trainer(c, source.tokenizer.vocab_size, mesh), stop, hosts)
     if run.finished():
       run.say(f"{workdir} is finished: {run.at.step} steps, eval loss {run.at.last_eval_loss:.4f}")
       return
     run.start()
+  exit_code = errors.UserError.exit_code
   try:
     run.loop()
+    exit_code = 0 if run.finished() else errors.Interrupted.exit_code
+  except BaseException as e:
+    hosts.report(e)
+    raise
   finally:
-    run.close()
+    run.close(exit_code)
   if not run.finished():
     again = "resume" if c.checkpoint else "start over (config.checkpoint is off)"
     raise errors.Interrupted(f"stopped at step {run.at.step}; run the same command to {again}")
@@ -105,36 +114,43 @@ class Run:
   def __init__(
     self,
     c: ml_collections.ConfigDict,
-    workdir: pathlib.Path,
+    workdir: Workdir,
     source: Source,
     trainer: Trainer,
     stop: StopRequest,
+    hosts: Hosts,
   ):
     self.c, self.workdir, self.source, self.trainer, self.stop = c, workdir, source, trainer, stop
-    self.mesh = trainer.mesh
-    self.progress = Progress(c.opt.num_train_steps)
+    self.mesh, self.hosts, self.files = trainer.mesh, hosts, workdir.files
+    self.progress = Progress(c.opt.num_train_steps, None if hosts.first else open(os.devnull, "w"))
     self.say = self.progress.note
     self.stream = source.train_stream(
-      L=c.model.L,
-      batch_size=c.batch_size,
-      rows=sharding.local_rows(self.mesh, c.batch_size),
-      data_seed=c.data_seed,
-      repeat=c.data.repeat,
-      mask_documents=c.data.mask_documents,
-      workers=c.data.workers,
-      prefetch=c.data.prefetch,
+      Reading(
+        L=c.model.L,
+        batch_size=c.batch_size,
+        rows=sharding.local_rows(self.mesh, c.batch_size),
+        data_seed=c.data_seed,
+        repeat=c.data.repeat,
+        mask_documents=c.data.mask_documents,
+        workers=c.data.workers,
+        prefetch=c.data.prefetch,
+      )
     )
-    self.checkpoints = Checkpoints(workdir, c.max_to_keep, say=self.say) if c.checkpoint else None
+    self.checkpoints = (
+      Checkpoints(workdir.home, c.max_to_keep, say=self.say, hosts=hosts) if c.checkpoint else None
+    )
     self.state, self.at, self.cost = self.restore_or_init()
 
   def restore_or_init(self) -> tuple[TrainState, Position, Cost]:
     if self.checkpoints and self.checkpoints.steps():
-      settings = config_lib.to_dict(self.c)
-      workdir_lib.check_unchanged(self.workdir, settings, self.c.allow_changed_keys)
+      if self.hosts.first:
+        settings = config_lib.to_dict(self.c)
+        workdir_lib.check_unchanged(self.files, settings, self.c.allow_changed_keys)
       if restored := self.checkpoints.restore_newest(self.trainer.abstract_state):
         self.stream.restore(restored.run["data"])
         self.say(f"resuming {self.workdir} at step {restored.step}")
-        at = position(self.workdir, restored.step)
+        found = dataclasses.asdict(position(self.files, restored.step))
+        at = Position(**self.hosts.from_first(found))
         return restored.state, at, Cost(**restored.run["cost"])
     return self.trainer.init(self.c.seed), Position(), Cost()
 
@@ -165,24 +181,31 @@ class Run:
       },
     }
     settings, env = config_lib.to_dict(c), workdir_lib.environment(**facts)
-    workdir_lib.write_config(self.workdir, settings, env)
+    if self.hosts.first:
+      workdir_lib.write_config(self.files, settings, env)
     overview = parameter_overview.get_parameter_overview(params, include_stats=False)
     self.say(f"{overview}\n{flops_per_step:.3g} FLOPs a step")
-    self.writers = open_writers(
-      self.workdir,
-      config={**settings, workdir_lib.ENVIRONMENT: env},
-      run={**c.wandb, "tags": [tag for tag in c.wandb.tags.split(",") if tag]},
-      wandb=c.wandb.mode,
-      tensorboard=c.tensorboard,
-      resume_step=self.at.step or None,
-      say=self.say,
-    )
+    self.writers = self.open_writers({**settings, workdir_lib.ENVIRONMENT: env})
     peak = flops.peak_flops(self.mesh.devices.flat[0].device_kind)
     self.flops = {True: flops_per_step, False: flops_unperturbed}  # by whether rho > 0
     self.meter = Meter(self.cost, peak * self.mesh.size if peak else None)
     self.spikes = watch.SpikeDetector(c.guard.spike)
     self.diagnostics = Diagnostics(self.trainer, self.source) if c.diagnostics.every else None
-    self.profiler = Profiler(self.workdir, c.profile_steps, say=self.say)
+    steps_to_trace = c.profile_steps if self.hosts.first else ""
+    self.profiler = Profiler(self.files, steps_to_trace, say=self.say)
+
+  def open_writers(self, config: dict[str, Any]) -> Writer:
+    if not self.hosts.first:
+      return FanOut([])
+    return open_writers(
+      self.files,
+      config=config,
+      run={**self.c.wandb, "tags": [tag for tag in self.c.wandb.tags.split(",") if tag]},
+      wandb=self.c.wandb.mode,
+      tensorboard=self.c.tensorboard,
+      resume_step=self.at.step or None,
+      say=self.say,
+    )
 
   def at_end(self) -> bool:
     return self.at.step == self.c.opt.num_train_steps
@@ -196,20 +219,21 @@ class Run:
   def loop(self) -> None:
     pending: Pending | None = None
     while True:
+      stopping = self.hosts.asked_to_stop(self.stop, self.at.step)
       evaluate = self.due(self.c.eval_every_steps) and self.at.evaluated != self.at.step
-      save = self.due(self.c.checkpoint_every_steps) or self.stop
-      diagnose = self.due_for_diagnostics()
+      save = self.due(self.c.checkpoint_every_steps) or stopping
+      diagnose = self.due_for_diagnostics() and not stopping
       if pending and (evaluate or save or diagnose):
         self.log(pending)
         pending = None
       with self.meter.paused():
         if diagnose:
           self.diagnose()
-        if evaluate:
-          self.evaluate()
+        if evaluate and not stopping and not self.evaluate():
+          continue
         if save:
           self.save()
-      if self.finished() or self.stop:
+      if self.finished() or stopping:
         return
       with self.meter.waiting_for_data():
         batch = next(self.stream)
@@ -232,6 +256,7 @@ class Run:
     if step % self.c.log_every_steps == 0 or step in (1, self.c.opt.num_train_steps):
       if self.checkpoints:
         self.checkpoints.check()  # a save that failed in the background
+      self.workdir.check()
       values = {**metrics, **self.meter.read(), **self.data_metrics(pending.batch)}
       self.writers.write(step, values)
       self.progress.update(step, loss=loss, tokens_per_sec=values["perf/tokens_per_sec"])
@@ -239,7 +264,8 @@ class Run:
   def data_metrics(self, batch: Batch) -> dict[str, Any]:
     """How far the data has got, and a hash that proves which tokens a step saw."""
     first_row = sharding.local_rows(self.mesh, self.c.batch_size).start
-    return {"data/epoch": self.stream.epoch(), "data/batch_hash": batch_hash(batch, first_row)}
+    hashes = self.hosts.gather(batch_hash(batch, first_row))
+    return {"data/epoch": self.stream.epoch(), "data/batch_hash": combine_hashes(hashes)}
 
   def bad_step(self, pending: Pending, metrics: dict[str, Any]) -> errors.UserError:
     self.writers.write(pending.step, metrics)
@@ -251,16 +277,19 @@ class Run:
     steps = self.checkpoints.steps() if self.checkpoints else []
     return watch.bad_step_error(text, steps[-1] if steps else None)
 
-  def evaluate(self) -> None:
+  def evaluate(self) -> bool:
+    """False if it was interrupted: the same command evaluates at this step first."""
     evaluation = self.evaluator(self.state.params, stop=self.stop)
-    if evaluation is None:  # interrupted: the same command evaluates at this step first
-      return
+    if evaluation is None:
+      return False
     step = self.at.step
-    evaluation.save(self.workdir / "eval_sequences.npz", step)
+    if self.hosts.first:
+      evaluation.save(self.files / "eval_sequences.npz", step)
     # Last, since the record is what tells a restart that this evaluation is done.
     self.writers.write(step, {**evaluation.metrics(), **dataclasses.asdict(self.meter.cost)})
     self.at.book(step, evaluation.loss)
     self.say(f"step {step}  {evaluation}")
+    return True
 
   def due_for_diagnostics(self) -> bool:
     """From step 0 on: the first steps are when tau changes most."""
@@ -280,19 +309,20 @@ class Run:
       self.state,
       run={
         "cost": dataclasses.asdict(self.meter.cost),
-        "data": self.stream.state(),
+        "data": merge_states(self.hosts.gather(self.stream.state())),
       },
       eval_loss=self.at.last_eval_loss if self.at.evaluated == self.at.step else None,
+      after=self.workdir.upload(),
     )
 
-  def close(self) -> None:
+  def close(self, exit_code: int) -> None:
     with contextlib.ExitStack() as stack:  # from the last to the first, even if one fails
       stack.callback(self.progress.close)
-      stack.callback(self.writers.close)
+      stack.callback(self.writers.close, exit_code)
       if self.at.evaluated:
         best, last = self.at.best_eval_loss, self.at.last_eval_loss
         stack.callback(self.writers.summary, {"best_eval_loss": best, "last_eval_loss": last})
-      if self.checkpoints:
+      if self.checkpoints and not self.hosts.broken:
         stack.callback(self.checkpoints.close)
       stack.callback(self.stream.close)
       stack.callback(self.profiler.close)

@@ -33,13 +33,13 @@ CHOICES = {
 AT_LEAST_ONE = """
   model.D model.H model.L model.N model.F batch_size grad_accumulation_steps opt.num_train_steps
   eval_every_steps eval_steps eval_batch_size diagnostics.batch_size log_every_steps
-  checkpoint_every_steps max_to_keep
+  checkpoint_every_steps max_to_keep cluster.timeout
 """.split()
 NOT_NEGATIVE = """
   seed data_seed head.chunk opt.rho opt.rho_warmup_steps opt.perturb_group opt.asam_eta opt.eps
   opt.peak_learning_rate opt.init_learning_rate opt.final_learning_rate opt.warmup_steps
   opt.weight_decay opt.clip_by_global_norm guard.max_skips guard.spike data.workers data.prefetch
-  diagnostics.every
+  diagnostics.every cluster.num_processes
 """.split()
 BELOW_ONE = ("opt.b1", "opt.b2", "opt.muon_beta", "opt.wsd_decay_fraction")
 REGEXES = ("opt.weight_decay_params", "opt.perturb_params")
@@ -76,16 +76,26 @@ def need(good: bool, message: str) -> None:
 
 def _sizes(c: ml_collections.ConfigDict) -> None:
   m, o = c.model, c.opt
-  need(m.D % m.H == 0, f"model.D={m.D} is not divisible by model.H={m.H} heads")
+  need(
+    m.D % m.H == 0,
+    f"model.D={m.D} is not divisible by model.H={m.H} heads: {_multiples(m.D, m.H)} would be",
+  )
   need(
     c.batch_size % c.grad_accumulation_steps == 0,
     f"batch_size={c.batch_size} is not divisible by "
-    f"grad_accumulation_steps={c.grad_accumulation_steps}",
+    f"grad_accumulation_steps={c.grad_accumulation_steps}: "
+    f"{_multiples(c.batch_size, c.grad_accumulation_steps)} would be",
   )
   need(
     o.warmup_steps <= o.num_train_steps,
     f"opt.warmup_steps={o.warmup_steps} is longer than opt.num_train_steps={o.num_train_steps}",
   )
+
+
+def _multiples(value: int, of: int) -> str:
+  """The nearest ones, below and above."""
+  low = value // of * of
+  return f"{low} or {low + of}" if low else str(of)
 
 
 def _method(c: ml_collections.ConfigDict) -> None:
@@ -121,9 +131,12 @@ def _method(c: ml_collections.ConfigDict) -> None:
 def check_devices(c: ml_collections.ConfigDict, shards: int) -> None:
   """What can only be checked once the number of devices is known."""
   micro = c.opt.perturb_group or c.batch_size // c.grad_accumulation_steps
+  key = "opt.perturb_group" if c.opt.perturb_group else "batch_size"
+  parts = 1 if c.opt.perturb_group else c.grad_accumulation_steps
   need(
     micro % shards == 0,
     f"a microbatch of {micro} sequences (batch_size={c.batch_size}, grad_accumulation_steps="
     f"{c.grad_accumulation_steps}, opt.perturb_group={c.opt.perturb_group}) does not divide over "
-    f"{shards} devices: make it a multiple of {shards}",
+    f"{shards} devices: make it a multiple of {shards}, with {key}="
+    f"{_multiples(micro * parts, shards * parts)}",
   )

@@ -88,8 +88,8 @@ class WandbProcess:
   def summary(self, values: Mapping[str, float]) -> None:
     self._send(summary=dict(values))
 
-  def close(self) -> None:
-    self._send(close=True)
+  def close(self, exit_code: int = 0) -> None:
+    self._send(close=exit_code)
     assert self._process.stdin
     self._process.stdin.close()
     if self._process.wait() != 0:
@@ -220,7 +220,7 @@ def _serve(messages: Any, say: Callable[[str], None]) -> None:
     elif "summary" in message:
       run.summary.update(message["summary"])
     else:
-      exit_code = 0
+      exit_code = message["close"]
   run.finish(exit_code=exit_code)
 
 

@@ -1,19 +1,25 @@
 """The workdir's own record: config.json, and what may change when a run goes on."""
 
+import concurrent.futures
 import fcntl
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
+import secrets
 import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import ml_collections
+from etils import epath
 
 from nanosam import config as config_lib
+from nanosam.cluster import Hosts
+from nanosam.data.remote import is_remote
 from nanosam.errors import UsageError, UserError
 
 CONFIG_FILE = "config.json"
@@ -31,6 +37,55 @@ PACKAGES = (
   "ml-collections",
   "tensorflow-datasets",
 )
+
+
+class Workdir:
+  """Where a run's files lie: on this machine, all in one place. remote_workdir.py has another."""
+
+  def __init__(self, files: pathlib.Path, home: epath.Path):
+    self.files = files  # config, metrics and what else the first process writes
+    self.home = home  # checkpoints, which all processes write
+
+  def __str__(self) -> str:
+    return str(self.home)
+
+  def upload(self) -> concurrent.futures.Future[None] | None:
+    """Brings the files to where they are kept, in the background; None if they are there."""
+    return None
+
+  def check(self) -> None:
+    """Raises if the workdir is no longer this run's."""
+
+  def close(self) -> None:
+    """Brings all files to where they are kept."""
+
+
+def open_workdir(c: ml_collections.ConfigDict, hosts: Hosts) -> Workdir:
+  if is_remote(c.workdir):
+    from nanosam.remote_workdir import RemoteWorkdir  # an extra that not everyone has
+
+    return RemoteWorkdir(c.workdir, c.data.cache_dir, hosts)
+  path = pathlib.Path(c.workdir)
+  if hosts.first:
+    claim(create(c.workdir))
+  _check_shared(path, hosts)
+  return Workdir(path, epath.Path(path))
+
+
+def _check_shared(path: pathlib.Path, hosts: Hosts) -> None:
+  """Processes write one checkpoint together, so they must see the same folder."""
+  token = path / f".seen-{hosts.from_first(secrets.token_hex(8))}"
+  if hosts.first:
+    token.write_text("")
+  hosts.gather("written")
+  seen = hosts.gather(token.exists())
+  if hosts.first:
+    token.unlink()
+  if blind := [str(i) for i, sees in enumerate(seen) if not sees]:
+    raise UsageError(
+      f"workdir {path} is not the same folder for all processes (not for {', '.join(blind)}): use "
+      "a network file system, or a bucket (gs://...)"
+    )
 
 
 def create(workdir: str) -> pathlib.Path:
@@ -66,7 +121,7 @@ def environment(**facts: Any) -> dict[str, Any]:
   """Where and with what the run was made."""
   devices = jax.devices()
   return {
-    "command": sys.argv,
+    "command": ["python", "-m", "nanosam.train", *sys.argv[1:]],
     "git_commit": _git_commit(),
     "python": platform.python_version(),
     "packages": {name: _version(name) for name in PACKAGES},
@@ -107,7 +162,7 @@ def write_config(workdir: pathlib.Path, config: Mapping[str, Any], env: Mapping[
   )
 
 
-def read_config(workdir: pathlib.Path) -> dict[str, Any]:
+def read_config(workdir: pathlib.Path | epath.Path) -> dict[str, Any]:
   """The config a run was made with, as plain values (its environment included)."""
   path = workdir / CONFIG_FILE
   try:

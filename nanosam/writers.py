@@ -41,8 +41,8 @@ class Writer(Protocol):
   def summary(self, values: Mapping[str, float]) -> None:
     """Sets values that describe the whole run; ignored where there is no place for them."""
 
-  def close(self) -> None:
-    """Finishes writing. Call it once."""
+  def close(self, exit_code: int = 0) -> None:
+    """Finishes writing, for a run that ends with `exit_code`. Call it once."""
 
 
 def open_writers(
@@ -111,10 +111,10 @@ class FanOut:
     for writer in self._writers:
       writer.summary(plain)
 
-  def close(self) -> None:
+  def close(self, exit_code: int = 0) -> None:
     with contextlib.ExitStack() as stack:
       for writer in reversed(self._writers):
-        stack.callback(writer.close)
+        stack.callback(writer.close, exit_code)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class JsonlWriter:
   def summary(self, values: Mapping[str, float]) -> None:
     """The file holds records only; best and last values can be read off them."""
 
-  def close(self) -> None:
+  def close(self, exit_code: int = 0) -> None:
     with _disk_errors(self._path):
       os.close(self._fd)
 
@@ -232,6 +232,7 @@ class Background(Generic[W]):
     self._writer: W | None = None
     self._failed = False
     self._dropped = 0
+    self._exit_code = 0
     self._thread = threading.Thread(target=self._work, name=f"writer-{name}", daemon=True)
     self._thread.start()
 
@@ -268,7 +269,7 @@ class Background(Generic[W]):
       self._writer = self._make_writer()
       while (action := self._queue.get()) is not None:
         action(self._writer)
-      self._writer.close()
+      self._writer.close(self._exit_code)
     except BaseException as e:  # also a SystemExit: a logger must not end the run
       if self._failed:  # given up on by close(), which has said so
         return
@@ -276,7 +277,8 @@ class Background(Generic[W]):
       reason = str(e).strip().split("\n")[0] or type(e).__name__
       self._say(f"{self._name} logging is off: {reason}; {METRICS_FILE} is complete")
 
-  def close(self) -> None:
+  def close(self, exit_code: int = 0) -> None:
+    self._exit_code = exit_code
     deadline = time.monotonic() + self._close_timeout
     with contextlib.suppress(queue.Full):
       if not self._failed:

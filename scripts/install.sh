@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: makes .venv and installs what pyproject.toml names, once.
 # usage: . scripts/install.sh [extra,...]
 

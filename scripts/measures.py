@@ -4,14 +4,14 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import paper_results
 from protocol import ADAMW, Lab, Setting
 
-from nanosam import compare, plots, prune, runs, sharpness
+from nanosam import compare, plots, prune, runs, sharpness, tables
 from nanosam.errors import UserError
 
 FILES = {"sharpness": sharpness.FILE, "prune": prune.FILE}
@@ -57,7 +57,10 @@ def measure(lab: Lab, what: str, say: Callable[[str], None]) -> None:
 def stored(run: runs.Run, what: str) -> dict[str, Any] | None:
   """The measurement of the final model, if it was made."""
   file = run.path / FILES[what]
-  found = json.loads(file.read_text()) if file.is_file() else {}
+  try:
+    found = json.loads(file.read_text()) if file.is_file() else {}
+  except ValueError as e:
+    raise UserError(f"{file} is damaged ({e}): measure that run again, or remove it") from e
   return found if found.get("step") == run.steps else None
 
 
@@ -73,24 +76,31 @@ def collect(lab: Lab, report: Report) -> dict[str, dict[str, list[dict[str, Any]
 
 
 def section(lab: Lab, setting: Setting, report: Report) -> list[str]:
-  """A table of means over seeds, the paper's numbers in brackets."""
-  found = collect(lab, report).get("sharpness", {})
-  if not any(found.values()):
-    return []
+  """Of the final models; the paper's numbers, at its scale, in brackets."""
   paper = paper_results.SHARPNESS.get(lab.name, {}).get(setting.paper, {})
-  lines = ["### sharpness", "", f"| method | seeds | {' | '.join(COLUMNS.values())} |"]
-  lines.append(f"|{'---|' * (2 + len(COLUMNS))}")
+  table = sharpness_table(collect(lab, report).get("sharpness", {}), paper)
+  if not table.rows:
+    return []
+  note = ["In brackets: the paper's, at its scale.", ""] if paper else []
+  return ["### sharpness", "", *tables.markdown(table), *note]
+
+
+def sharpness_table(
+  found: Mapping[str, Sequence[Mapping[str, Any]]], paper: Mapping[str, Mapping[str, float]]
+) -> tables.Table:
+  """Means over seeds by method; what the paper has stands in brackets."""
+  columns = {k: v for k, v in COLUMNS.items() if any(k in m for ms in found.values() for m in ms)}
+  rows = []
   for method, members in found.items():
-    if not members:
-      continue
     cells = []
-    for key in COLUMNS:
-      value = np.mean([m[key]["value"] for m in members])
+    for key in columns:
+      values = [m[key]["value"] for m in members if key in m]
       theirs = paper.get(method, {}).get(key)
-      cells.append(f"{value:.4g}" + (f" ({theirs:g})" if theirs is not None else ""))
-    lines.append(f"| {method} | {len(members)} | {' | '.join(cells)} |")
-  note = ["", "In brackets: the paper's, at its scale.", ""] if paper else [""]
-  return lines + note
+      mean = f"{np.mean(values):.4g}" if values else ""
+      cells.append(mean + (f" ({theirs:g})" if theirs is not None else ""))
+    if members:
+      rows.append([method, str(len(members)), *cells])
+  return tables.Table(["method", "seeds", *columns.values()], rows)
 
 
 def draw(lab: Lab, reports: dict[str, Report], folder: pathlib.Path) -> None:

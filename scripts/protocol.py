@@ -9,10 +9,11 @@ Protocol, fixed before the runs (every cell that is run is reported):
               every method, so that differences are paired: same start, same data, same order.
 (d) compute   AdamW with twice the steps, and each method with as many steps as cost what AdamW's
               run costs (about half), all under schedules of their own. Nothing is tuned again.
-(e) factors   one thing changed at a time, at the rho of (b), AdamW beside it: a quarter of the
-              batch with four times the steps and half the learning rate; twice the steps; the
-              letter of the paper's preconditioner (rho tuned again: its scale differs); bf16;
-              untied.
+(e) factors   one thing changed at a time for AdamW, SAM and PrecondFuncSAM at the rho of (b): a
+              quarter of the batch with four times the steps and half the learning rate; twice the
+              steps; the letter of the paper's preconditioner (rho tuned again: its scale differs);
+              bf16; untied.
+Where the best of a grid is at its edge, the grid is extended, rho within an RMS of 1e-5 to 3e-4.
 (f) tau       AdamW as configured, with the taus of Eq. 9 on the way (runs of their own).
 Final models are then measured: sharpness (nanosam.sharpness) or prune (nanosam.prune), on every
 seed of each method's best setting.
@@ -23,6 +24,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from nanosam import compare, flops, runs, sharding, sweep
+from nanosam import comparable, compare, flops, runs, sharding, sweep
 from nanosam import config as config_lib
 from nanosam.data.pipeline import open_source
 from nanosam.errors import UserError
@@ -39,18 +41,12 @@ from nanosam.step import Trainer
 
 ROOT = pathlib.Path(__file__).parents[1]
 ADAMW, PEAK, DECAY, RHO = "adamw", "opt.peak_learning_rate", "opt.weight_decay", "opt.rho"
-TUNED = (PEAK, DECAY, RHO)
+TUNED, SCHEDULE = (PEAK, DECAY, RHO), "opt.rho_schedule"
 TRAINED = ("baseline", "rho", "seeds", "compute", "factors")
 STAGES = (*TRAINED, "tau")
 MEASURES = ("sharpness", "prune")  # of final models
 TAUS = 40  # measurements in a run
 TUNING_SEED = 1
-# The paper's best SAM has rho 0.1, its smallest: so begin below. Preconditioned directions spread
-# over all coordinates rather than the few with large gradients, and bear more.
-PAPER_RHO = {
-  **dict.fromkeys(("sam", "func_sam", "momentum_func_sam"), (0.01, 0.03, 0.1, 0.3)),
-  **dict.fromkeys(("precond_sam", "precond_func_sam"), (0.1, 0.3, 1.0, 3.0)),
-}
 FACTORS = ("small_batch", "long", "paper_variant", "bf16", "untied")
 
 
@@ -87,20 +83,20 @@ FOUR = (ADAMW, "sam", "precond_sam", "precond_func_sam")
 SIX = (*FOUR, "func_sam", "momentum_func_sam")
 EXPERIMENTS = {
   "table1": Experiment(
-    SIX, {"mini": _mini(64, paper="2M"), "paper": _paper("fixed_length.py", "2M")}, TRAINED
+    SIX, {"mini": _mini(32, paper="2M"), "paper": _paper("fixed_length.py", "2M")}, TRAINED
   ),
-  "table2": Experiment(FOUR, {"mini": _mini(64, 128), "paper": _paper("fixed_length.py", *SIZES)}),
+  "table2": Experiment(FOUR, {"mini": _mini(32, 64), "paper": _paper("fixed_length.py", *SIZES)}),
   "table3": Experiment(
     FOUR,
     {
-      "mini": _mini(64, 128, tokens_per_parameter=20.0),
+      "mini": _mini(32, 64, tokens_per_parameter=20.0),
       "paper": _paper("chinchilla.py", *SIZES),
     },
   ),
   "table4": Experiment(
     FOUR,
     {
-      "mini": _mini(64, paper="23.9M", tokens_per_parameter=20.0),
+      "mini": _mini(32, paper="23.9M"),
       "paper": _paper("chinchilla.py", "23.9M"),
     },
     measures=("sharpness",),
@@ -108,39 +104,47 @@ EXPERIMENTS = {
   "table5": Experiment(
     (ADAMW, "precond_sam", "precond_func_sam"),
     {
-      "mini": _activations("mini.py", width=64),
+      "mini": _activations("mini.py", width=32),
       "paper": _activations("fixed_length.py", size="2M"),
     },
   ),
   "table6": Experiment(
     FOUR,
     {
-      "mini": _mini(128, paper="117.9M", tokens_per_parameter=20.0),
+      "mini": _mini(64, paper="117.9M"),
       "paper": _paper("chinchilla.py", "117.9M"),
     },
     measures=("sharpness",),
   ),
   "fig1": Experiment(
-    (ADAMW, "sam"), {"mini": _mini(64), "paper": _paper("fixed_length.py", "23.9M")}
+    (ADAMW, "sam"), {"mini": _mini(32), "paper": _paper("fixed_length.py", "23.9M")}
   ),
   "fig2": Experiment(
     (ADAMW,),
-    {"mini": _mini(64, 128), "paper": _paper("fixed_length.py", "2M", "23.9M")},
+    {"mini": _mini(32), "paper": _paper("fixed_length.py", "2M", "23.9M")},
     ("tau",),
   ),
   "fig3": Experiment(
     (ADAMW, "sam", "precond_func_sam"),
-    {"mini": _mini(64), "paper": _paper("fixed_length.py", "23.9M")},
+    {"mini": _mini(32), "paper": _paper("fixed_length.py", "23.9M")},
     ("baseline", "rho"),
   ),
   "fig5": Experiment(
     (ADAMW, "sam", "precond_func_sam"),
-    {"mini": _mini(64), "paper": _paper("fixed_length.py", "23.9M")},
+    {"mini": _mini(32), "paper": _paper("fixed_length.py", "23.9M")},
     measures=("prune",),
   ),
 }
 
 Spec = tuple[str, sweep.Overrides]
+
+
+def tuned_keys(chosen: Sequence[runs.Run]) -> list[str]:
+  """The keys that runs of one setting have been tuned in: besides TUNED the schedule of rho, where
+  a method needs another one (at 1208M)."""
+  ended = [r for r in chosen if r.state != runs.UNFINISHED]
+  values = {k: {r.keys[k] for r in ended if k in r.keys} for k in (*TUNED, SCHEDULE)}
+  return [k for k, found in values.items() if len(found) > (k == SCHEDULE)]
 
 
 @dataclasses.dataclass
@@ -155,9 +159,10 @@ class Lab:
   factor_seeds: int = 1
   methods: tuple[str, ...] = ()  # () = the experiment's
   factors: tuple[str, ...] = FACTORS
-  learning_rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
+  factor_methods: tuple[str, ...] = (ADAMW, "sam", "precond_func_sam")
+  learning_rates: tuple[float, ...] = (8e-3, 1.6e-2, 3.2e-2)
   decays: tuple[float, ...] = (0.03, 0.1, 0.3)
-  rms: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4)
+  rms: tuple[float, ...] = (3e-5, 1e-4, 3e-4)
   arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # more, of the config
   dry: bool = False  # where a stage needs an earlier one's result, take a placeholder
 
@@ -177,7 +182,7 @@ class Lab:
     if self.scale == "mini" and self.source:
       arguments["source"] = self.source
     text = ",".join(f"{k}={v}" for k, v in arguments.items())
-    return f"{ROOT / 'configs' / setting.config}:{text}"
+    return f"{os.path.relpath(ROOT / 'configs' / setting.config)}:{text}"
 
   def source_overrides(self) -> sweep.Overrides:
     return {"data.source": self.source} if self.scale == "paper" and self.source else {}
@@ -218,7 +223,7 @@ class Lab:
       run
       for run in self.found[0]
       if (like := wanted.get(run.keys["opt.method"]))
-      and not compare.differing_keys(run, like, TUNED)
+      and not comparable.differing_keys(run, like, TUNED)
       and run.keys["data.source"] == like.keys["data.source"]
     ]
 
@@ -229,7 +234,7 @@ class Lab:
     chosen = self.matching(setting, overrides)
     if not any(r.state == runs.FINISHED for r in chosen):
       return None
-    return compare.compare(chosen, tune=[k for k in TUNED if any(k in r.keys for r in chosen)])
+    return compare.compare(chosen, tune=tuned_keys(chosen))
 
   def best(self, setting: Setting, method: str) -> sweep.Overrides:
     """The tuned keys of a method, as overrides; in a dry run a guess will do."""
@@ -251,7 +256,7 @@ class Lab:
 
   def rho_grid(self, setting: Setting, method: str) -> tuple[float, ...]:
     if self.scale == "paper":
-      return PAPER_RHO[method]
+      return sweep.PAPER_RHO[method]
     counts = config_lib.parameter_counts(self.config(setting, method), self.vocabulary)
     return tuple(float(f"{rms * math.sqrt(counts['total']):.3g}") for rms in self.rms)
 
@@ -321,7 +326,7 @@ class Lab:
     found = []
     for factor in self.factors:
       changes = self.factor(setting, factor)
-      for method in self.methods:
+      for method in (m for m in self.methods if m in self.factor_methods):
         best = self.best(setting, method)
         if factor == "small_batch" and PEAK in best:
           best[PEAK] /= 2

@@ -23,12 +23,13 @@ import time
 import measures
 import protocol
 from protocol import ADAMW, FACTORS, MEASURES, STAGES, Lab
-from tables import write_report
+from results import write_report
 
 sys.path.insert(0, str(protocol.ROOT / "launch"))
 import sweep as launcher
 
 from nanosam import errors, flops, runs, sweep
+from nanosam.command import Parser
 from nanosam.errors import UsageError
 from nanosam.restore import numbers
 
@@ -61,8 +62,7 @@ def main(argv: list[str]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-  p = launcher.Arguments("scripts/reproduce.py", description=__doc__, allow_abbrev=False)
-  p.formatter_class = argparse.RawDescriptionHelpFormatter
+  p = Parser("python scripts/reproduce.py", __doc__)
   p.add_argument("experiment", choices=protocol.EXPERIMENTS)
   p.add_argument("--scale", required=True, choices=("mini", "paper"))
   p.add_argument("--out", required=True, type=pathlib.Path)

@@ -10,9 +10,11 @@ from nanosam.errors import UsageError, UserError
 ROWS, LENGTH = 60, 128
 
 
-def write_run(folder, method="adamw", seed=1, loss=3.5, keys=None, env=None, seq=None, curve=None):
+def write_run(
+  folder, method="adamw", seed=1, loss=3.5, keys=None, env=None, seq=None, curve=None, spec=None
+):
   """A finished run with the given loss; `curve` maps steps to eval losses."""
-  c = config.load(f"{ROOT}/configs/mini.py:method={method}")
+  c = config.load(spec or f"{ROOT}/configs/mini.py:method={method},width=64,steps=1200")
   overrides = {"opt.rho": 0.1} if method != "adamw" else {}
   for key, value in {"seed": seed, "data_seed": seed, **overrides, **(keys or {})}.items():
     config.override(c, key, str(value))

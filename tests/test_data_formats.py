@@ -219,6 +219,31 @@ def test_bad_parquet(tmp_path, monkeypatch):
   assert "cannot be read as Parquet" in read(path)[1][0].reason
 
 
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_parquet_pages_that_are_too_large(tmp_path, monkeypatch, version, compression, dictionary):
+  path = tmp_path / "a.parquet"
+  texts = [f"{i:05}" * 200 for i in range(3000)]
+  options = dict(
+    data_page_version=version,
+    compression=compression,
+    use_dictionary=dictionary,
+    dictionary_pagesize_limit=100_000,
+    write_statistics=True,
+    write_page_checksum=True,
+    write_batch_size=10,
+  )
+  monkeypatch.setattr(formats, "MAX_PAGE_BYTES", 300_000)
+  pq.write_table(pa.table({"text": texts}), path, data_page_size=100_000, **options)
+  documents, problems = read(path)
+  assert list(documents.values()) == texts and not problems
+  pq.write_table(pa.table({"text": texts}), path, data_page_size=1_000_000, **options)
+  documents, (problem,) = read(path)
+  assert not documents and problem.number == 0
+  assert "data_page_size" in problem.reason
+
+
 def test_invalid_utf8_in_text(tmp_path):
   (tmp_path / "a.txt").write_bytes(b"abc\xff")
   assert read(tmp_path / "a.txt")[1][0].reason == "invalid UTF-8 at byte 3 of the document"

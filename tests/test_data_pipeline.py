@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from streams import B, L, assert_same, stream, take
 
 from nanosam.data.batch import Batch, batch_hash, combine_hashes
 from nanosam.data.pipeline import default_cache_dir, merge_states, open_source
@@ -13,7 +14,6 @@ from nanosam.data.store import StoreReader, StoreWriter
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.errors import UsageError, UserError
 
-L, B = 16, 8
 DOCUMENTS = [f"Document {i} says: {'word ' * (i % 7)}and café {i * i}.\n" for i in range(90)]
 TRAIN, VALIDATION = DOCUMENTS[:69], DOCUMENTS[69:]
 
@@ -45,36 +45,6 @@ def tokens(directory):
   tokens = split.read(0, split.num_tokens).astype(np.int32)
   assert (len(tokens) - 1) % L, "the last row must need padding"
   return tokens
-
-
-def stream(source, **changes):
-  arguments = {
-    "L": L,
-    "batch_size": B,
-    "rows": range(B),
-    "data_seed": 0,
-    "repeat": True,
-    "mask_documents": False,
-    "workers": 0,
-    "prefetch": 2,
-  }
-  return source.train_stream(**{**arguments, **changes})
-
-
-def take(source, steps, **changes):
-  s = stream(source, **changes)
-  try:
-    return list(itertools.islice(s, steps))
-  finally:
-    s.close()
-
-
-def assert_same(a, b):
-  assert len(a) == len(b)
-  for x, y in zip(a, b, strict=True):
-    for field, p, q in zip(x._fields, x, y, strict=True):
-      assert (p is None) == (q is None), field
-      np.testing.assert_array_equal(p, q, err_msg=field)
 
 
 def rows_per_epoch(tokens):

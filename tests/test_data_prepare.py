@@ -372,11 +372,11 @@ def test_unigram_is_lossless_too():
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_foreign_vocabulary_counts_the_bytes_of_the_text(tmp_path):
-  """One that normalises: what comes back is shorter, and bits per byte must not care."""
+def foreign_vocabulary(texts, **options):
+  """A SentencePiece model with the usual settings, which are not ours."""
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(TRAIN[:50]),
+    sentence_iterator=iter(texts),
     model_writer=model,
     vocab_size=75,
     model_type="unigram",
@@ -385,8 +385,14 @@ def test_a_foreign_vocabulary_counts_the_bytes_of_the_text(tmp_path):
     bos_id=2,
     unk_id=3,
     minloglevel=2,
+    **options,
   )
-  (tmp_path / "m.model").write_bytes(model.getvalue())
+  return model.getvalue()
+
+
+def test_a_foreign_vocabulary_counts_the_bytes_of_the_text(tmp_path):
+  """One that normalises: what comes back is shorter, and bits per byte must not care."""
+  (tmp_path / "m.model").write_bytes(foreign_vocabulary(TRAIN[:50]))
   documents = ["a  b\n\n c", "ﬁve  " * 10]
   write_lines(tmp_path / "a.json", documents)
   write_lines(tmp_path / "v.json", documents[:1])
@@ -405,20 +411,8 @@ def test_long_texts_are_encoded_in_parts(monkeypatch):
   """The same ids as at once, whether or not the model puts a space before a text."""
   text = " ".join(TRAIN[:20])
   plain = train_tokenizer(TRAIN, 400, "bpe")
-  model = io.BytesIO()
-  sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(TRAIN),
-    model_writer=model,
-    vocab_size=75,
-    model_type="unigram",
-    pad_id=0,
-    eos_id=1,
-    bos_id=2,
-    unk_id=3,
-    remove_extra_whitespaces=False,
-    minloglevel=2,
-  )
-  for tokenizer in (plain, Tokenizer(model.getvalue())):
+  foreign = foreign_vocabulary(TRAIN, remove_extra_whitespaces=False)
+  for tokenizer in (plain, Tokenizer(foreign)):
     whole = tokenizer.encode(text)
     with monkeypatch.context() as m:
       m.setattr("nanosam.data.tokenizer._PART_CHARS", 100)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from streams import B, L, assert_same, stream, take
 
 from nanosam.data import prepare, tfds_source, tfrecord
 from nanosam.data.pipeline import merge_states, open_source
@@ -17,7 +18,6 @@ from nanosam.data.store import StoreReader
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.errors import UsageError, UserError
 
-L, B = 16, 8
 TEXTS = [f"Document {i} says: {'word ' * (i % 23)}and café {i * i}.\n" for i in range(420)]
 TRAIN, VALIDATION = TEXTS[:390], TEXTS[390:]
 
@@ -41,36 +41,6 @@ def open_it(name, **more):
 @pytest.fixture(scope="module")
 def source(directory):
   return open_it(f"tfds:{directory}")
-
-
-def stream(source, **changes):
-  arguments = {
-    "L": L,
-    "batch_size": B,
-    "rows": range(B),
-    "data_seed": 0,
-    "repeat": True,
-    "mask_documents": False,
-    "workers": 0,
-    "prefetch": 2,
-  }
-  return source.train_stream(**{**arguments, **changes})
-
-
-def take(source, steps, **changes):
-  s = stream(source, **changes)
-  try:
-    return list(itertools.islice(s, steps))
-  finally:
-    s.close()
-
-
-def assert_same(a, b):
-  assert len(a) == len(b)
-  for x, y in zip(a, b, strict=True):
-    for field, p, q in zip(x._fields, x, y, strict=True):
-      assert (p is None) == (q is None), field
-      np.testing.assert_array_equal(p, q, err_msg=field)
 
 
 def tokens_of(batches):

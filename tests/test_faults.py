@@ -2,16 +2,19 @@
 
 import errno
 import json
+import math
 import os
 import pathlib
 import shutil
 import subprocess
 
 import pytest
+from test_writers import wandb_exit_code
 from training import CONFIG, assert_same_run, steps
 
 from nanosam import workdir as workdir_lib
 from nanosam.errors import UsageError
+from nanosam.writers import read_metrics
 
 BAD_REQUEST, FAILED = 2, 1
 
@@ -130,6 +133,36 @@ def test_no_checkpoint_can_be_read(commands, copy):
   assert outcome.code == FAILED
   outcome.says_in_one_line("none of the checkpoints [12, 16]", "move that folder away")
   assert steps(copy) == [12, 16] and (copy / "metrics.jsonl").read_bytes() == before
+
+
+# Numbers that are not finite.
+
+
+def test_a_bad_batch_ends_the_run_and_says_all_that_is_known(commands, whole, tmp_path):
+  workdir = tmp_path / "run"
+  outcome = commands.train(workdir, fault="nan@data:6", wandb__mode="offline")
+  assert outcome.code == FAILED
+  outcome.says_in_one_line(
+    "step 6 is not finite",
+    "batch rows [3]",
+    "gradient norms: embed nan, layer_0 nan",
+    "the last good checkpoint is step 4",
+    "--config.guard.policy=skip",
+  )
+  assert steps(workdir) == [4]
+  last = read_metrics(workdir / "metrics.jsonl")[-1]
+  assert (last["step"], last["guard/nonfinite"]) == (6, 1) and math.isnan(last["train/loss"])
+  assert wandb_exit_code(workdir) == FAILED
+  assert commands.train(workdir).code == 0  # the same batch, now as it should be
+  assert_same_run(workdir, whole)
+
+
+def test_a_radius_that_blows_up_the_second_pass(commands, tmp_path):
+  outcome = commands.train(tmp_path / "run", opt__method="sam", opt__rho=1e38)
+  assert outcome.code == FAILED
+  outcome.says_in_one_line(
+    "step 1 is not finite", "perturbed_nonfinite 1", "nonfinite 0", "Lower the learning rate or rho"
+  )
 
 
 # A full disk.

@@ -35,6 +35,17 @@ class Server(http.server.ThreadingHTTPServer):
     self.requests: list[tuple[str, str | None]] = []
     self.ranges = True
 
+  @classmethod
+  @contextlib.contextmanager
+  def started(cls):
+    server = cls()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+      yield server
+    finally:
+      server.shutdown()
+      server.server_close()
+
 
 class Handler(http.server.BaseHTTPRequestHandler):
   server: Server
@@ -74,11 +85,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-  s = Server()
-  threading.Thread(target=s.serve_forever, args=(0.01,), daemon=True).start()
-  yield s
-  s.shutdown()
-  s.server_close()
+  with Server.started() as s:
+    yield s
 
 
 def get(server, *args, cwd):

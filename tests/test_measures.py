@@ -10,6 +10,7 @@ from test_reproduce import lab, loss, reproduce
 from nanosam.errors import UserError
 
 import measures  # isort: skip; found once test_reproduce has set the path
+import protocol  # isort: skip
 
 
 def filled(tmp_path, name, **settings):
@@ -20,10 +21,9 @@ def filled(tmp_path, name, **settings):
     for planned in reproduce.plan(it, stage):
       if planned.id not in made:
         made.add(planned.id)
-        c, o = planned.config, planned.overrides
-        length = {k: c.opt[k] for k in ("num_train_steps", "warmup_steps")}
-        keys = {**o, **{f"opt.{k}": v for k, v in length.items()}}
-        write_run(it.folder, c.opt.method, o["seed"], loss(c.opt.method, o), keys=keys)
+        method, o = planned.config.opt.method, planned.overrides
+        value = loss(method, o)
+        write_run(it.folder, method, o["seed"], value, keys=o, spec=planned.spec)
     it.forget()
   return it
 
@@ -47,7 +47,7 @@ def test_sharpness_of_the_best_runs_beside_the_papers(tmp_path):
   text = (tmp_path / "table4" / "table.md").read_text()
   assert "| adamw | 2 | 9.5 (10.61) |" in text and "| precond_func_sam | 3 | 5 (6.2) |" in text
   results = json.loads((tmp_path / "table4" / "results.json").read_text())
-  found = results["measured"]["width 64"]["sharpness"]
+  found = results["measured"][it.settings[0].label]["sharpness"]
   assert [m["lambda_max"]["value"] for m in found["precond_func_sam"]] == [4.0, 5.0, 6.0]
   assert results["paper_sharpness"]["23.9M"]["sam"]["trace_H"] == 3324.58
 
@@ -72,12 +72,12 @@ def test_measuring_needs_runs(tmp_path):
 def test_figures_of_taus_and_of_pruning(tmp_path):
   it = lab(tmp_path, "fig2")
   assert it.folder != lab(tmp_path, "fig1").folder  # the same runs by name, but for the taus
-  for setting, (_, overrides) in zip(it.settings, it.stage("tau"), strict=True):
-    assert overrides.pop("diagnostics.every") == 30
-    width = {"model.D": setting.arguments["width"]}
-    path = write_run(it.folder, "adamw", 1, keys={**overrides, **width})
+  for spec, overrides in it.stage("tau"):
+    steps = it.config(it.settings[0], "adamw").opt.num_train_steps
+    assert overrides["diagnostics.every"] == steps // protocol.TAUS
+    path = write_run(it.folder, "adamw", 1, keys=overrides, spec=spec)
     with open(path / "metrics.jsonl", "a") as f:
-      for step in (0, 30, 1200):
+      for step in (0, steps // 2, steps):
         taus = {"logit": 0.9, "func": 0.2, "cross": -0.1}
         record = {f"{p}/{k}": v for p in ("tau", "tau_precond") for k, v in taus.items()}
         f.write(json.dumps({"step": step, **record}) + "\n")

@@ -27,6 +27,7 @@ def settings(method, **changes):
   defaults = dict(
     method=method, base="adamw", b1=0.9, b2=0.98, eps=1e-9, phi=math.pi / 4, angle_form="exact",
     precond_variant="post", precond_power=1.0, asam_eta=0.01, momentum_sign=1.0,
+    perturbed_dtype="float32",
   )  # fmt: skip
   return SimpleNamespace(**defaults | changes)
 
@@ -117,9 +118,8 @@ def test_sam_is_the_gradient_at_the_perturbed_point(x64):
   close(out.metrics["opt/eps_norm"], 0.3)
 
 
-def test_func_and_logit_sam_against_a_dense_network(x64):
-  """The paper's listing with its mistakes mended: one vjp at each point, the residual swapped."""
-  params, batch, moments = setting()
+def dense(batch):
+  """Parameters to all logits, and logits to the loss: what the chunked head never builds."""
   weights = batch.weights_BxL / jnp.sum(batch.weights_BxL)
 
   @jax.jit
@@ -129,6 +129,13 @@ def test_func_and_logit_sam_against_a_dense_network(x64):
   def loss(z):
     return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(z, batch.targets_BxL))
 
+  return network, loss
+
+
+def test_func_and_logit_sam_against_a_dense_network(x64):
+  """The paper's listing with its mistakes mended: one vjp at each point, the residual swapped."""
+  params, batch, moments = setting()
+  network, loss = dense(batch)
   z, back = jax.vjp(network, params)
   r = jax.grad(loss)(z)
   z2, back2 = jax.vjp(network, add(params, scaled(back(r)[0], 0.3)))
@@ -161,15 +168,7 @@ def test_first_order_in_rho_is_a_hessian_product(x64, name, part):
   params, batch, moments = setting()
   g = grad(params, batch)
   d = scaled(g, 1.0)
-  weights = batch.weights_BxL / jnp.sum(batch.weights_BxL)
-
-  @jax.jit
-  def network(p):
-    return jnp.einsum("bld,vd->blv", toy().hidden(p, batch), p["embed"])
-
-  def loss(z):
-    return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(z, batch.targets_BxL))
-
+  network, loss = dense(batch)
   z, dz = jax.jvp(network, (params,), (d,))
   _, back = jax.vjp(network, params)
   r, dr = jax.jvp(jax.grad(loss), (z,), (dz,))

@@ -13,6 +13,7 @@ from conftest import random_batch
 from nanosam import flops, sharding
 from nanosam.errors import UsageError
 from nanosam.optim import base, schedules
+from nanosam.optim.passes import Passes
 from nanosam.optim.registry import METHODS
 from nanosam.step import Trainer
 from nanosam.validate import validate
@@ -193,6 +194,34 @@ def test_metrics_of_a_perturbed_step(tiny_config):
   assert 0.5 < m["opt/gradient_cosine"] < 1
 
 
+def test_how_much_of_eps_survives_a_bf16_second_pass(tiny_config):
+  c = tiny_config
+  c.opt.update(method="precond_func_sam", perturbed_dtype="bfloat16")
+  trainer = make_trainer(c)
+  params = jax.tree.map(np.asarray, trainer.init(0).params)
+
+  def cosine(rho):
+    c.opt.rho = rho
+    return float(steps(c, 1)[1][0]["opt/eps_cosine"])
+
+  size = sum(x.size for x in jax.tree.leaves(params)) ** 0.5
+  assert cosine(1e-1 * size) > 0.99
+  assert 0.05 < cosine(1e-5 * size) < 0.9  # most weights do not move, some jump
+  c.opt.perturbed_dtype = "float32"
+  assert "opt/eps_cosine" not in steps(c, 1)[1][0]
+
+
+def test_saved_and_evaluated_parameters_are_the_unperturbed_ones(tiny_config):
+  """With no step to take, a step leaves the parameters where they were, however large eps is."""
+  c = tiny_config
+  c.opt.update(method="precond_func_sam", rho=5.0, weight_decay=0.0)
+  c.opt.update(peak_learning_rate=0.0, init_learning_rate=0.0, final_learning_rate=0.0)
+  start = jax.device_get(make_trainer(c).init(0).params)
+  state, history = steps(c, 2)
+  assert history[0]["opt/eps_norm"] > 4.9
+  jax.tree.map(np.testing.assert_array_equal, state.params, start)
+
+
 @pytest.mark.parametrize(
   "method, base_name, words",
   [
@@ -317,6 +346,29 @@ def test_guard_that_aborts_stays_where_the_trouble_began(tiny_config):
 def test_guard_sees_bad_parameters(tiny_config, value):
   _, history = steps(tiny_config, 1, start=bad_params(value))
   assert history[0]["guard/nonfinite"] == 1
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_guard_sees_one_bad_entry_of_a_gradient_behind_a_finite_loss(
+  tiny_config, value, devices, monkeypatch
+):
+  plain = Passes.plain
+
+  def spoiled(self, path=None):
+    loss, g, kept = plain(self, path)
+    g = {**g, "embed": g["embed"].at[3, 5].set(value)}
+    return loss, g, kept
+
+  c = tiny_config
+  monkeypatch.setattr(Passes, "plain", spoiled)
+  start = jax.device_get(make_trainer(c, devices).init(0).params)
+  state, history = steps(c, 1, devices)
+  assert np.isfinite(history[0]["train/loss"])
+  assert history[0]["guard/nonfinite"] == 1
+  assert not np.isfinite(history[0]["grad_norm/embed"])
+  assert np.isfinite(history[0]["grad_norm/out_norm"])
+  jax.tree.map(np.testing.assert_array_equal, state.params, start)
 
 
 @pytest.mark.parametrize("policy", ["plain", "skip", "abort"])

@@ -71,6 +71,28 @@ def test_each_job_has_its_share_of_the_devices():
     launcher.share_of_devices(0, 5, four)
 
 
+# Table of the paper: how many sizes or activations, and its methods without adamw.
+TABLES = {"table1": (1, 4), "table2": (4, 3), "table3": (4, 3), "table4": (1, 3)}
+TABLES |= {"table5": (2, 2), "table6": (1, 3)}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_there_is_a_sweep_for_each_table_of_the_paper(name, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(ROOT)
+  settings, methods = TABLES[name]
+  words = [f"--sweep=launch/sweeps/{name}.py:2", f"--out={tmp_path}", "--dry_run"]
+  launcher.main(["sweep.py", *words])
+  lines = capsys.readouterr().out.splitlines()
+  runs = settings * 2 * (1 + 4 * methods)  # two seeds, four values of rho
+  assert lines[-1].startswith(f"# {runs} runs, ")
+  commands = [line for line in lines if not line.startswith("#")]
+  assert len(commands) == runs
+  for command in commands:
+    assert f"--config.wandb.tags={name}" in command
+    seed = command.split("--config.seed=")[1].split()[0]
+    assert f"--config.data_seed={seed}" in command
+
+
 SWEEP = f"""
 from nanosam.sweep import product
 

@@ -193,7 +193,7 @@ class Hangs:
   def summary(self, values):
     self._block("summary")
 
-  def close(self):
+  def close(self, exit_code=0):
     self._block("close")
 
 
@@ -209,7 +209,7 @@ class Collects:
   def summary(self, values):
     self.steps.append(dict(values))
 
-  def close(self):
+  def close(self, exit_code=0):
     self.closed = True
 
 
@@ -319,6 +319,11 @@ def items(record):
 
 def offline_files(workdir):
   return sorted((workdir / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def wandb_exit_code(workdir):
+  """What W&B was told at the end of the last offline run."""
+  return of_type(wandb_records(offline_files(workdir)[-1]), "exit")[0].exit_code
 
 
 def test_wandb_offline_run_and_its_resume(tmp_path):

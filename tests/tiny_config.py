@@ -1,11 +1,14 @@
 """A run of a few seconds, and something that befalls it: NANOSAM_TEST_FAULT=WHAT@WHERE[:NUMBER].
 
 WHAT   a signal (SIGTERM, SIGINT, SIGKILL; SIGINT+SIGINT for two; group:SIGINT to all processes of
-       the run, as from a terminal), or full:BYTES: from then on no file may grow beyond that
+       the run, as from a terminal), full:BYTES: from then on no file may grow beyond that, or
+       nan: a weight of the batch that is one
 WHERE  compile; step:N, once its record is written and the checkpoints due are on disk; eval:N, in
-       the midst of the N-th evaluation; saving:N, while the checkpoint of step N is incomplete
+       the midst of the N-th evaluation; saving:N, while the checkpoint of step N is incomplete;
+       data:N, in the N-th batch (nan only)
 """
 
+import itertools
 import os
 import pathlib
 import resource
@@ -16,7 +19,8 @@ import time
 
 import jax
 
-from nanosam import config, evaluate, writers
+from nanosam import config, evaluate, remote_workdir, writers
+from nanosam.data import pipeline
 
 
 def get_config(arg=None):
@@ -34,6 +38,8 @@ def get_config(arg=None):
   c.checkpoint_every_steps = 4
   c.log_every_steps = 1
   c.wandb.mode = "disabled"
+  if seconds := os.environ.get("NANOSAM_TEST_TAKE_OVER"):
+    remote_workdir.TAKE_OVER_AFTER = float(seconds)
   if fault := os.environ.get("NANOSAM_TEST_FAULT"):
     what, _, where = fault.partition("@")
     name, _, number = where.partition(":")
@@ -63,16 +69,15 @@ def at_compile(act, _):
 
 
 def at_step(act, number):
-  write = writers.JsonlWriter.write
+  write = writers.FanOut.write  # in every process of a run, though only the first has a file
 
   def write_and_act(self, step, values):
     write(self, step, values)
     if step == number and "train/loss" in values:
-      folder = self._path.parent / "checkpoints"
-      wait_until(lambda: not list(folder.glob("*tmp*")))
+      wait_until(lambda: not list(checkpoints().glob("*tmp*")))
       act()
 
-  writers.JsonlWriter.write = write_and_act
+  writers.FanOut.write = write_and_act
 
 
 def at_eval(act, number):
@@ -92,12 +97,30 @@ def at_saving(act, number):
   start = time.time()
 
   def watch():
-    workdir = next(w.split("=")[1] for w in sys.argv if w.startswith("--config.workdir="))
-    folder = pathlib.Path(workdir, "checkpoints")
-    wait_until(lambda: any(written_since(start, p) for p in folder.glob(f"{number}.*tmp*/*/*")))
+    found = f"{number}.*tmp*/*/*"
+    wait_until(lambda: any(written_since(start, p) for p in checkpoints().glob(found)))
     act()
 
   threading.Thread(target=watch, daemon=True).start()
+
+
+def at_data(_, number):
+  read, count = pipeline.StoreStream.__next__, itertools.count(1)
+
+  def read_and_spoil(self):
+    batch = read(self)
+    if next(count) == number:
+      weights_BxL = batch.weights_BxL.copy()
+      weights_BxL[3, 7] = float("nan")
+      batch = batch._replace(weights_BxL=weights_BxL)
+    return batch
+
+  pipeline.StoreStream.__next__ = read_and_spoil
+
+
+def checkpoints():
+  workdir = next(w.split("=")[1] for w in sys.argv if w.startswith("--config.workdir="))
+  return pathlib.Path(workdir, "checkpoints")
 
 
 def written_since(start, path):
@@ -115,4 +138,10 @@ def wait_until(condition):
     time.sleep(0.0005)
 
 
-PLACES = {"compile": at_compile, "step": at_step, "eval": at_eval, "saving": at_saving}
+PLACES = {
+  "compile": at_compile,
+  "step": at_step,
+  "eval": at_eval,
+  "saving": at_saving,
+  "data": at_data,
+}

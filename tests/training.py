@@ -6,8 +6,8 @@ import pathlib
 import signal
 import subprocess
 import sys
-import warnings
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -35,6 +35,7 @@ class Outcome:
 @dataclasses.dataclass
 class Commands:
   cache: pathlib.Path  # of the corpus and of compiled code
+  extra: dict[str, str] = dataclasses.field(default_factory=dict)  # of the environment
 
   def environment(self, devices: int, fault: str) -> dict[str, str]:
     return {
@@ -43,6 +44,7 @@ class Commands:
       "NANOSAM_TEST_FAULT": fault,
       "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
       "JAX_PLATFORMS": "cpu",
+      **self.extra,
     }
 
   def start(self, module: str, *words: str, devices: int = 1, fault: str = "") -> subprocess.Popen:
@@ -80,10 +82,10 @@ def steps(workdir: pathlib.Path) -> list[int]:
 def state(workdir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
   """Every array of a checkpoint."""
   path = workdir / "checkpoints" / str(step) / "state"
-  with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # orbax: that the shardings come from the checkpoint
-    tree = ocp.PyTreeCheckpointer().restore(path)
-  return dict(_leaves(tree))
+  reader = ocp.PyTreeCheckpointer()
+  saved = reader.metadata(path).item_metadata.tree
+  as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+  return dict(_leaves(reader.restore(path, restore_args=as_numpy)))
 
 
 def _leaves(tree, prefix=()):

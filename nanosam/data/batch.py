@@ -22,6 +22,19 @@ class EvalSet(NamedTuple):
   documents: int
 
 
+class Reading(NamedTuple):
+  """How a training split is read: in which batches, in which order, and by whom."""
+
+  L: int
+  batch_size: int
+  rows: range  # of the global batch, which this host makes; it reads nothing else
+  data_seed: int = 0
+  repeat: bool = True  # another epoch when the data ends
+  mask_documents: bool = False
+  workers: int = 0  # processes that read ahead; 0 = threads in this one
+  prefetch: int = 4  # batches read ahead
+
+
 def batch_hash(batch: Batch, first_row: int = 0) -> str:
   """Names the tokens of a batch, or of a host's rows of it, which begin at `first_row`.
 

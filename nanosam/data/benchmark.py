@@ -18,8 +18,9 @@ from typing import Any
 import psutil
 import sentencepiece
 
+from nanosam.command import Parser
 from nanosam.data import corpus, formats
-from nanosam.data.command import Parser
+from nanosam.data.batch import Reading
 from nanosam.data.inputs import expand
 from nanosam.data.pipeline import open_source
 from nanosam.data.tokenizer import train_tokenizer
@@ -31,7 +32,7 @@ _WATCH_SECONDS = 0.05
 
 
 def main(argv: list[str]) -> None:
-  p = Parser("nanosam.data.benchmark", "Measures the data path.")
+  p = Parser("python -m nanosam.data.benchmark", "Measures the data path.")
   p.add_argument("--input", metavar="GLOB", help="files of text; none: the embedded corpus")
   p.add_argument("--tokenizer", metavar="FILE", help="with --input")
   p.add_argument("--text_field", default="text")
@@ -130,16 +131,8 @@ class Bench:
 
   def _read(self, kind: str, workers: int) -> float:
     source = open_source(f"{kind}:{self._stores[0]}", vocab_size=0, cache_dir="")
-    stream = source.train_stream(
-      L=_LENGTH,
-      batch_size=_BATCH_SIZE,
-      rows=range(_BATCH_SIZE),
-      data_seed=0,
-      repeat=True,
-      mask_documents=False,
-      workers=workers,
-      prefetch=4,
-    )
+    everything = range(_BATCH_SIZE)
+    stream = source.train_stream(Reading(_LENGTH, _BATCH_SIZE, everything, workers=workers))
     next(stream)  # with the workers' start
     started = time.perf_counter()
     for _ in range(_BATCHES[kind]):

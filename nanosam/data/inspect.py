@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanosam import errors
-from nanosam.data.batch import batch_hash
-from nanosam.data.command import Parser
+from nanosam.command import Parser
+from nanosam.data.batch import Reading, batch_hash
 from nanosam.data.finish import PLAN
 from nanosam.data.pipeline import Source, open_source
 from nanosam.data.store import StoreReader, check_sha256
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  p = Parser("nanosam.data.inspect", "Looks at a data source.")
+  p = Parser("python -m nanosam.data.inspect", "Looks at a data source.")
   p.add_argument("--source", help="embedded, tokens:DIR, tfds:NAME or tfds:DIR")
   p.add_argument("--config", help="FILE.py[:k=v,...]")
   p.add_argument("--length", type=int, default=512, help="of a row, without a config (%(default)s)")
@@ -82,16 +82,7 @@ def look(
   source: Source, name: str, *, L: int, batch_size: int, workers: int, rows: int
 ) -> dict[str, Any]:
   """Facts about a source, fit for JSON."""
-  stream = source.train_stream(
-    L=L,
-    batch_size=batch_size,
-    rows=range(batch_size),
-    data_seed=0,
-    repeat=True,
-    mask_documents=False,
-    workers=workers,
-    prefetch=4,
-  )
+  stream = source.train_stream(Reading(L, batch_size, range(batch_size), workers=workers))
   try:
     first = next(stream)
     started, steps = time.perf_counter(), 0

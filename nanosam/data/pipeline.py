@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import grain
 
-from nanosam.data.batch import Batch, EvalSet
+from nanosam.data.batch import Batch, EvalSet, Reading
 from nanosam.data.corpus import build_embedded
 from nanosam.data.packing import HostBatches, documents_that_fit, num_rows, pack_rows
 from nanosam.data.read_ahead import check_fingerprint, read_ahead
@@ -52,20 +52,7 @@ class Source(Protocol):
   def check_length(self, *, L: int, batch_size: int, steps: int, repeat: bool) -> None:
     """Raises a UserError if training would run out of data."""
 
-  def train_stream(
-    self,
-    *,
-    L: int,
-    batch_size: int,
-    rows: range,
-    data_seed: int,
-    repeat: bool,
-    mask_documents: bool,
-    workers: int,
-    prefetch: int,
-  ) -> Stream:
-    """`rows`: which rows of the global batch this host makes; it reads nothing else."""
-    ...
+  def train_stream(self, reading: Reading) -> Stream: ...
 
   def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
     """A fixed set of whole documents in at most `rows` rows."""
@@ -160,32 +147,22 @@ class StoreSource:
         "train for fewer steps, bring more data, or allow repeating it"
       )
 
-  def train_stream(
-    self,
-    *,
-    L: int,
-    batch_size: int,
-    rows: range,
-    data_seed: int,
-    repeat: bool,
-    mask_documents: bool,
-    workers: int,
-    prefetch: int,
-  ) -> "StoreStream":
-    if rows.step != 1 or not 0 <= rows.start < rows.stop <= batch_size:
-      raise ValueError(f"{rows} are not rows of a batch of {batch_size}")
+  def train_stream(self, reading: Reading) -> "StoreStream":
+    r = reading
+    if r.rows.step != 1 or not 0 <= r.rows.start < r.rows.stop <= r.batch_size:
+      raise ValueError(f"{r.rows} are not rows of a batch of {r.batch_size}")
     batches = HostBatches(
       split=self._train,
       tokenizer=self.tokenizer,
-      L=L,
-      batch_size=batch_size,
-      host_rows=rows,
-      data_seed=data_seed,
-      mask_documents=mask_documents,
+      L=r.L,
+      batch_size=r.batch_size,
+      host_rows=r.rows,
+      data_seed=r.data_seed,
+      mask_documents=r.mask_documents,
       first_step=0,
-      last_step=sys.maxsize if repeat else self._whole_batches(L, batch_size),
+      last_step=sys.maxsize if r.repeat else self._whole_batches(r.L, r.batch_size),
     )
-    return StoreStream(batches, self.fingerprint, workers=workers, prefetch=prefetch)
+    return StoreStream(batches, self.fingerprint, workers=r.workers, prefetch=r.prefetch)
 
   def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
     table = self._validation.documents()

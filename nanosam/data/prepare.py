@@ -35,10 +35,10 @@ from pathlib import Path
 from typing import Any
 
 from nanosam import errors
+from nanosam.command import Parser
 from nanosam.data import chunk as chunk_lib
 from nanosam.data import vocabulary
 from nanosam.data.chunk import Rules, write_json
-from nanosam.data.command import Parser
 from nanosam.data.cut import cut_chunks, drop_group
 from nanosam.data.finish import PLAN, describe, finish
 from nanosam.data.inputs import Plan, changes, make_plan
@@ -81,7 +81,8 @@ def prepare(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  p = Parser("nanosam.data.prepare", "Turns files of text into a token store and a TFDS data set.")
+  what = "Turns files of text into a token store and a TFDS data set."
+  p = Parser("python -m nanosam.data.prepare", what)
   many: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "GLOB"}
   p.add_argument("--input", required=True, help="files of documents; gs:// too", **many)
   p.add_argument("--output", required=True, metavar="DIR", help="local directory for the result")

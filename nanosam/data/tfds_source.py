@@ -21,7 +21,7 @@ import grain
 import numpy as np
 from etils import epath
 
-from nanosam.data.batch import Batch, EvalSet
+from nanosam.data.batch import Batch, EvalSet, Reading
 from nanosam.data.finish import TEXT
 from nanosam.data.packing import documents_that_fit, num_rows, pack_rows, shuffled
 from nanosam.data.read_ahead import check_fingerprint, read_ahead
@@ -183,38 +183,28 @@ class TfdsSource:
         "data, or allow repeating it"
       )
 
-  def train_stream(
-    self,
-    *,
-    L: int,
-    batch_size: int,
-    rows: range,
-    data_seed: int,
-    repeat: bool,
-    mask_documents: bool,
-    workers: int,
-    prefetch: int,
-  ) -> "TfdsStream":
-    if not len(rows) or rows.step != 1 or batch_size % len(rows) or rows.start % len(rows):
-      raise ValueError(f"{rows} are not one host's equal share of a batch of {batch_size}")
+  def train_stream(self, reading: Reading) -> "TfdsStream":
+    r, rows = reading, reading.rows
+    if not len(rows) or rows.step != 1 or r.batch_size % len(rows) or rows.start % len(rows):
+      raise ValueError(f"{rows} are not one host's equal share of a batch of {r.batch_size}")
     groups = Groups(
       texts=self._train,
       tokenizer=self.tokenizer,
       host=rows.start // len(rows),
-      hosts=batch_size // len(rows),
-      data_seed=data_seed,
-      repeat=repeat,
+      hosts=r.batch_size // len(rows),
+      data_seed=r.data_seed,
+      repeat=r.repeat,
       first=0,
     )
-    groups_a_batch = len(rows) * L / (_GROUP * self._tokens_per_document)
+    groups_a_batch = len(rows) * r.L / (_GROUP * self._tokens_per_document)
     return TfdsStream(
       groups,
       self.fingerprint,
       rows=len(rows),
-      L=L,
-      mask_documents=mask_documents,
-      workers=workers,
-      prefetch=int(np.ceil(prefetch * groups_a_batch)),
+      L=r.L,
+      mask_documents=r.mask_documents,
+      workers=r.workers,
+      prefetch=int(np.ceil(r.prefetch * groups_a_batch)),
     )
 
   def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:

@@ -1,4 +1,4 @@
-"""TFRecord files and tf.Example records, read without TensorFlow.
+"""TFRecord files, protobuf messages and tf.Example records, without TensorFlow.
 
 A record is framed as: length (8 bytes), masked CRC of the length (4), data, masked CRC of the data
 (4), all little-endian. The CRC is CRC-32C, which Python's standard library lacks.
@@ -149,34 +149,24 @@ def frame(data: bytes) -> bytes:
   return length + _CRC.pack(length_crc) + data + _CRC.pack(data_crc)
 
 
-# ---- tf.Example ----------------------------------------------------------------------------------
-# Example { Features features = 1; }  Features { map<string, Feature> feature = 1; }
-# Feature { BytesList | FloatList | Int64List }  BytesList { repeated bytes value = 1; }
-# A map entry is a message of key = 1 and value = 2. All of these fields are length-delimited.
+# ---- Protobuf ------------------------------------------------------------------------------------
 
-_LENGTH_DELIMITED = 2
-_FIXED = {1: 8, 5: 4}  # wire types of a fixed number of bytes
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
+_FIXED = {FIXED64: 8, FIXED32: 4}  # bytes
 
 
-def example_features(record: bytes) -> dict[str, list[bytes] | None]:
-  """Name to values of each feature; None for one that holds numbers instead of bytes."""
-  features: dict[str, list[bytes] | None] = {}
-  for entry in _fields(b"".join(_fields(record, 1)), 1):
-    name = b"".join(_fields(entry, 1)).decode()
-    feature = b"".join(_fields(entry, 2))
-    lists = list(_fields(feature, 1))
-    features[name] = [v for x in lists for v in _fields(x, 1)] if lists or not feature else None
-  return features
+def varint(n: int) -> bytes:
+  out = bytearray()
+  while n > 0x7F:
+    out.append(n & 0x7F | 0x80)
+    n >>= 7
+  out.append(n)
+  return bytes(out)
 
 
-def text_example(field: str, text: bytes) -> bytes:
-  """A tf.Example of one bytes feature."""
-
-  def message(number: int, content: bytes) -> bytes:
-    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(len(content)) + content
-
-  feature = message(1, message(1, text))
-  return message(1, message(1, message(1, field.encode()) + message(2, feature)))
+def field(number: int, wire_type: int, payload: bytes) -> bytes:
+  length = varint(len(payload)) if wire_type == BYTES else b""
+  return varint(number << 3 | wire_type) + length + payload
 
 
 def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
@@ -185,28 +175,19 @@ def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
   while at < len(message):
     key, at = _read_varint(message, at)
     wire_type = key & 7
-    if wire_type == _LENGTH_DELIMITED:
+    if wire_type == BYTES:
       length, at = _read_varint(message, at)
       if at + length > len(message):
         raise ValueError("a field reaches past the end of the record")
       if key >> 3 == wanted:
         yield message[at : at + length]
       at += length
-    elif wire_type == 0:
+    elif wire_type == VARINT:
       _, at = _read_varint(message, at)
     elif wire_type in _FIXED:
       at += _FIXED[wire_type]
     else:
       raise ValueError(f"wire type {wire_type}")
-
-
-def _varint(n: int) -> bytes:
-  out = bytearray()
-  while n > 0x7F:
-    out.append(n & 0x7F | 0x80)
-    n >>= 7
-  out.append(n)
-  return bytes(out)
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
@@ -220,3 +201,27 @@ def _read_varint(message: bytes, at: int) -> tuple[int, int]:
     if byte < 0x80:
       return n, at
     shift += 7
+
+
+# ---- tf.Example ----------------------------------------------------------------------------------
+# Example { Features features = 1; }  Features { map<string, Feature> feature = 1; }
+# Feature { BytesList | FloatList | Int64List }  BytesList { repeated bytes value = 1; }
+# A map entry is a message of key = 1 and value = 2. All of these fields are length-delimited.
+
+
+def example_features(record: bytes) -> dict[str, list[bytes] | None]:
+  """Name to values of each feature; None for one that holds numbers instead of bytes."""
+  features: dict[str, list[bytes] | None] = {}
+  for entry in _fields(b"".join(_fields(record, 1)), 1):
+    name = b"".join(_fields(entry, 1)).decode()
+    feature = b"".join(_fields(entry, 2))
+    lists = list(_fields(feature, 1))
+    features[name] = [v for x in lists for v in _fields(x, 1)] if lists or not feature else None
+  return features
+
+
+def text_example(name: str, text: bytes) -> bytes:
+  """A tf.Example of one bytes feature."""
+  feature = field(1, BYTES, field(1, BYTES, text))
+  entry = field(1, BYTES, name.encode()) + field(2, BYTES, feature)
+  return field(1, BYTES, field(1, BYTES, entry))

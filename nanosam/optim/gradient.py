@@ -53,7 +53,8 @@ def estimate(method: Method, passes: Passes, moments: Moments, rho: jax.Array | 
     gradient, losses = passes.along(path, eps, kept)
     if path.plain:
       gradient = jax.tree.map(lambda a, b: path.plain * a + b, g, gradient)
-    return gradient, {**_losses(losses), **met, **_eps_metrics(eps, usable, passes.params)}
+    eps_metrics = _eps_metrics(eps, usable, passes.params, method.opt.perturbed_dtype)
+    return gradient, {**_losses(losses), **met, **eps_metrics}
 
   def unperturbed() -> tuple[Params, Metrics]:
     loss, gradient = (met["train/loss"], g) if g is not None else passes.plain()[:2]
@@ -98,15 +99,32 @@ def _losses(by_site: dict[str, jax.Array]) -> Metrics:
   return {names[site]: loss for site, loss in by_site.items()}
 
 
-def _eps_metrics(eps: Params, usable: jax.Array, params: Params) -> Metrics:
+def cosine(a: Params, b: Params) -> jax.Array:
+  lengths = optax.tree.norm(a) * optax.tree.norm(b)
+  return optax.tree.vdot(a, b) / jnp.maximum(lengths, jnp.finfo(lengths.dtype).tiny)
+
+
+def _eps_metrics(eps: Params, usable: jax.Array, params: Params, dtype: str) -> Metrics:
   """How large the perturbation is, and where it goes: no extra pass, a few sums."""
   squares = {group: optax.tree.norm(part, squared=True) for group, part in eps.items()}
   total = jnp.sum(jnp.stack(list(squares.values())))
   count = sum(x.size for x in jax.tree.leaves(eps))
+  survival = {} if dtype == "float32" else {"opt/eps_cosine": _survival(eps, params, dtype)}
   return {
+    **survival,
     "opt/eps_norm": jnp.sqrt(total),
     "opt/eps_ratio": jnp.sqrt(total) / optax.tree.norm(params),
     "opt/eps_rms": jnp.sqrt(total / count),
     NO_PERTURBATION: 1 - usable.astype(total.dtype),
     **{f"eps_share/{group}": s / jnp.maximum(total, 1e-30) for group, s in squares.items()},
   }
+
+
+def _survival(eps: Params, params: Params, dtype: str) -> jax.Array:
+  """Cosine of eps and what is left of it where weights are rounded to the compute type."""
+  kind = jnp.finfo(dtype)
+
+  def rounded(x: jax.Array) -> jax.Array:  # a cast and its inverse would be optimised away
+    return jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
+
+  return cosine(jax.tree.map(lambda w, e: rounded(w + e) - rounded(w), params, eps), eps)

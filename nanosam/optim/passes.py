@@ -32,6 +32,8 @@ class Net(NamedTuple):
   hidden_perturbed: Hidden  # the same, in the compute type of the second pass
   chunk: int  # of the head
   residual: str  # store | recompute | auto
+  # theta' as the layers of the second pass read it: what they would round is rounded already
+  read: Callable[[Params], Params] = lambda params: params
 
 
 class Kept(NamedTuple):
@@ -84,14 +86,15 @@ class Passes:
 
   def along(self, path: Path, eps: Params, kept: Kept) -> tuple[Params, dict[str, jax.Array]]:
     """The path's terms, summed, and the losses met on the way, by site."""
+    # Once for all microbatches: nothing else of the perturbation has to live beside them.
+    theta = self.net.read(jax.tree.map(jnp.add, self.params, eps)) if path.uses(THERE) else None
 
     def one(x: tuple[Batch, Kept]):
       micro, kept = x
       if path.derivative:
         return (self._derivative(eps, micro), {}), None
       sites = {}
-      if path.uses(THERE):
-        theta = jax.tree.map(jnp.add, self.params, eps)
+      if theta is not None:
         sites[THERE] = Site(*visit(self.net.hidden_perturbed, theta, micro))
       if path.uses(HERE):
         sites[HERE] = self._here(path, micro, kept)
@@ -128,6 +131,7 @@ class Passes:
       fresh = [site for _, site in term.residual if sites[site].residual is None]
       losses |= dict(zip(fresh, out.losses, strict=True))
       gradient = at.back(out.gradient)
+      gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, self.params)
       total = gradient if total is None else jax.tree.map(jnp.add, total, gradient)
     return total, losses
 

@@ -11,7 +11,7 @@ import paper_results
 import protocol
 from protocol import ADAMW, RHO, Lab, Setting
 
-from nanosam import compare, plots, runs, sweep
+from nanosam import compare, plots, runs, sweep, tables
 from nanosam.errors import UserError
 from nanosam.workdir import write_atomically
 
@@ -89,7 +89,7 @@ def equal_compute(lab: Lab, setting: Setting) -> dict[str, compare.Report]:
     ]
     if len({r.keys["opt.method"] for r in chosen if r.state == runs.FINISHED}) < 2:
       continue
-    tune = [k for k in (*protocol.TUNED, "opt.num_train_steps") if any(k in r.keys for r in chosen)]
+    tune = [*protocol.tuned_keys(chosen), "opt.num_train_steps"]
     more[title] = compare.compare(chosen, tune=tune)
   return more
 
@@ -107,71 +107,19 @@ def section(
   if report is None:
     return [*lines, f"no finished runs yet; begin with `{command(lab, lab.stages[0])}`", ""]
   paper = paper_results.TABLES.get(lab.name, {}).get(setting.paper, {})
-  lines += [*table(report, paper), *measures.section(lab, setting, report)]
+  lines += [*table(report.to_json(), paper), *measures.section(lab, setting, report)]
   if missing := [m for m in lab.methods if not report.group(m)]:
     lines += [f"no finished runs yet: {', '.join(missing)} (`{command(lab, 'rho')}`)", ""]
   for title, extra in extras.items():
-    lines += [f"### {title}", "", *table(extra, {})]
-  return lines + every_cell(report)
+    lines += [f"### {title}", "", *table(extra.to_json(), {})]
+  tried = tables.markdown(tables.cells(report.to_json()))
+  return [*lines, "### every setting tried", "", *tried]
 
 
-def table(report: compare.Report, paper: dict[str, float | None]) -> list[str]:
-  interval = f"{CONFIDENCE:.0%} interval"
-  head = ["method", "eval loss", "sd", "seeds", "minus AdamW", interval, "settings", "FLOPs"]
-  if paper:
-    head += ["paper", "paper minus AdamW"]
-  lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-  base = report.group(ADAMW)
-  for g in report.groups:
-    d = g.difference
-    i = d.interval if d else None
-    cells = [
-      g.label,
-      f"{g.mean:.4f}" if math.isfinite(g.mean) else "diverged",
-      "" if g.deviation is None else f"{g.deviation:.4f}",
-      str(len(g.best.losses)),
-      f"{d.mean:+.4f}" if d else "",
-      f"{i.low:+.4f} to {i.high:+.4f}" if i else "",
-      short(g.best.settings),
-      f"{g.spent('compute') / base.spent('compute'):.2f}" if base else "",
-    ]
-    if paper:
-      cells += _paper_cells(paper, g.label)
-    lines.append(f"| {' | '.join(cells)} |")
-  covered = {
-    g.difference.interval.covers for g in report.groups if g.difference and g.difference.interval
-  }
-  lines += ["", *(f"The interval covers {what}." for what in sorted(covered))]
-  return [*lines, *(f"- {note}" for note in report.notes), ""]
-
-
-def short(settings: dict[str, Any]) -> str:
-  names = {protocol.PEAK: "lr", protocol.DECAY: "wd", RHO: "rho", "opt.num_train_steps": "steps"}
-  return ", ".join(f"{names[key]} {value:g}" for key, value in settings.items())
-
-
-def every_cell(report: compare.Report) -> list[str]:
-  """All that was tried, not only what won."""
-  lines = [
-    "### every setting tried",
-    "",
-    "| method | settings | eval loss by seed |",
-    "|---|---|---|",
-  ]
-  for g in report.groups:
-    for cell in sorted(g.cells, key=lambda c: tuple(c.settings.values())):
-      losses = [f"{seed}: {loss:.4f}" for (seed, _), loss in cell.losses.items()]
-      lines.append(f"| {g.label} | {short(cell.settings)} | {', '.join(losses)} |")
-  return [*lines, ""]
-
-
-def _paper_cells(paper: dict[str, float | None], method: str) -> list[str]:
-  if method not in paper:
-    return ["", ""]
-  loss, base = paper[method], paper[ADAMW]
-  if loss is None or base is None:
-    return ["NaN", ""]
-  return [f"{loss:g}", "" if method == ADAMW else f"{loss - base:+.4g}"]
+def table(report: dict[str, Any], paper: dict[str, float | None]) -> list[str]:
+  covered = [f"The interval covers {what}." for what in tables.covered(report)]
+  notes = [f"- {note}" for note in report["notes"]]
+  return [*tables.markdown(tables.comparison(report, paper)), *covered, *notes, ""]
 
 
 def closing(lab: Lab, notes: list[str]) -> list[str]:
@@ -179,18 +127,21 @@ def closing(lab: Lab, notes: list[str]) -> list[str]:
   lines = []
   published = paper_results.TABLES.get(lab.name, {})
   if published and not any(s.paper for s in lab.settings):
-    lines += ["## The paper's losses", ""]
-    methods = list(next(iter(published.values())))
-    lines += [f"| size | {' | '.join(methods)} |", f"|---|{'---|' * len(methods)}"]
-    for size, row in published.items():
-      shown = [f"{row[m]:g}" if row[m] is not None else "NaN" for m in methods]
-      lines.append(f"| {size} | {' | '.join(shown)} |")
-    lines.append("")
+    lines += ["## The paper's losses", "", *tables.markdown(published_table(published))]
   if figure := paper_results.FIGURES.get(lab.name):
     lines += [figure, ""]
   if notes:
     lines += ["## Runs that were left out", "", *(f"- {note}" for note in notes), ""]
   return lines
+
+
+def published_table(published: dict[str, dict[str, float | None]]) -> tables.Table:
+  methods = list(dict.fromkeys(m for row in published.values() for m in row))
+  rows = [
+    [size, *(tables.number(row[m], "g", "NaN") if m in row else "" for m in methods)]
+    for size, row in published.items()
+  ]
+  return tables.Table(["size", *methods], rows)
 
 
 def draw(lab: Lab, reports: dict[str, compare.Report | None], folder: pathlib.Path) -> None:
@@ -213,36 +164,49 @@ def draw(lab: Lab, reports: dict[str, compare.Report | None], folder: pathlib.Pa
 
 
 def draw_rho(report: compare.Report, path: pathlib.Path) -> None:
-  """On the seeds that all values of rho have, for every method and AdamW."""
-  base = report.group(ADAMW)
-  shared = (protocol.TUNING_SEED, protocol.TUNING_SEED)
-  if base is None or shared not in base.best.losses:
-    return
-  points = {
-    g.label: [
-      (c.settings[RHO], c.losses[shared])
-      for c in g.cells
-      if RHO in c.settings and math.isfinite(c.losses.get(shared, math.inf))
-    ]
-    for g in report.groups
-    if g is not base
-  }
-  points = {k: v for k, v in points.items() if v}
+  points, baseline = rho_points(report)
   if points:
-    plots.loss_against_rho(path, points, base.best.losses[shared])
+    plots.loss_against_rho(path, points, baseline)
+
+
+def rho_points(report: compare.Report) -> tuple[dict[str, list[tuple[float, float]]], float]:
+  """Loss at each rho, all else as in the method's best setting; and the baseline's loss.
+
+  Every loss is over the same seeds, so that luck has no part in the shape of the curve.
+  """
+  base = report.group(report.baseline)
+  cells = {}
+  for g in report.groups:
+    rest = {k: v for k, v in g.best.settings.items() if k != RHO}
+    mine = [c for c in g.cells if RHO in c.settings and c.settings | rest == c.settings]
+    if len(mine) > 1:
+      cells[g.label] = mine
+  every = [c.losses for mine in cells.values() for c in mine]
+  shared = set(base.best.losses).intersection(*every) if base else set()
+  if base is None or not shared:
+    return {}, math.nan
+  points = {
+    label: [(c.settings[RHO], loss) for c in mine if math.isfinite(loss := c.mean(shared))]
+    for label, mine in cells.items()
+  }
+  return {k: v for k, v in points.items() if v}, base.best.mean(shared)
 
 
 def draw_differences(
   lab: Lab, setting: Setting, report: compare.Report, path: pathlib.Path
 ) -> None:
   paper = paper_results.TABLES.get(lab.name, {}).get(setting.paper, {})
-  rows = []
-  for g in report.groups:
-    if g.difference is None:
-      continue
-    i, theirs, base = g.difference.interval, paper.get(g.label), paper.get(ADAMW)
-    published = theirs - base if theirs is not None and base is not None else None
-    low, high = (i.low, i.high) if i else (None, None)
-    rows.append(plots.Row(g.label, g.label, g.difference.mean, low, high, published))
-  if rows:
+  if rows := difference_rows(report.to_json(), paper):
     plots.differences(path, rows, CONFIDENCE)
+
+
+def difference_rows(report: dict[str, Any], paper: dict[str, float | None]) -> list[plots.Row]:
+  rows = []
+  for g in report["groups"]:
+    if g["difference"] is None:
+      continue
+    i, theirs, base = tables.interval(g), paper.get(g["label"]), paper.get(ADAMW)
+    published = theirs - base if theirs is not None and base is not None else None
+    low, high = (i["low"], i["high"]) if i else (None, None)
+    rows.append(plots.Row(g["label"], g["label"], g["difference"], low, high, published))
+  return rows

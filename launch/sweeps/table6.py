@@ -1,0 +1,13 @@
+"""Table 6 of arXiv 2502.02407: the 117.9M runs of Table 3, whose sharpness is then measured with
+`python -m nanosam.sharpness --workdir=DIR/RUN`. With the same --out they are the same runs.
+
+python launch/sweep.py --sweep=launch/sweeps/table6.py[:SEEDS] --out=DIR
+"""
+
+from nanosam.sweep import tuned
+
+METHODS = ("adamw", "sam", "precond_sam", "precond_func_sam")
+
+
+def runs(arg=None):
+  return tuned("configs/chinchilla.py", METHODS, seeds=int(arg or 1), tag="table6", size=["117.9M"])

@@ -1,0 +1,133 @@
+"""Comparisons as people read them: rows of words, as plain text or Markdown.
+
+They are made from the JSON form of a comparison (compare.Report.to_json), so that one on file reads
+like one just made; null stands for a loss that is not finite.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+# What people call the keys that are tuned or swept.
+SHORT = {
+  "opt.peak_learning_rate": "lr",
+  "opt.weight_decay": "wd",
+  "opt.num_train_steps": "steps",
+  "model.D": "width",
+  "model.L": "length",
+}
+WIDEST_CLAIM_FIRST = ("both", "seeds", "units")  # intervals, see nanosam/paired.py
+
+
+class Table(NamedTuple):
+  head: list[str]
+  rows: list[list[str]]
+
+
+def show(value: Any) -> str:
+  return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def settings(values: Mapping[str, Any]) -> str:
+  """lr 0.006, wd 0.1, rho 0.03"""
+  return ", ".join(f"{SHORT.get(k, k.split('.')[-1])} {show(v)}" for k, v in values.items())
+
+
+def number(value: float | None, form: str, otherwise: str = "") -> str:
+  return otherwise if value is None or not math.isfinite(value) else f"{value:{form}}"
+
+
+def interval(group: Mapping[str, Any]) -> Mapping[str, Any] | None:
+  """The one that covers most."""
+  return next(filter(None, map(group["intervals"].get, WIDEST_CLAIM_FIRST)), None)
+
+
+def covered(report: Mapping[str, Any]) -> list[str]:
+  """What the intervals of a comparison speak about."""
+  return sorted({i["covers"] for g in report["groups"] if (i := interval(g))})
+
+
+def comparison(report: Mapping[str, Any], paper: Mapping[str, float | None] | None = None) -> Table:
+  """A row for each group; `paper` has the published loss of some, None where it diverged."""
+  baseline = report["baseline"]
+  base = next((g for g in report["groups"] if g["label"] == baseline), None)
+  by = ", ".join(k.split(".")[-1] for k in report["groups"][0]["keys"])
+  head = [by, "eval loss", "sd", "seeds", f"minus {baseline}", "interval", f"FLOPs to {baseline}"]
+  head += ["settings", *(["paper", f"paper minus {baseline}"] if paper else [])]
+  rows = []
+  for g in report["groups"]:
+    i, cost = interval(g), g["compute"]
+    ratio = cost / base["compute"] if base and cost and base["compute"] else None
+    row = [
+      g["label"],
+      number(g["loss"], ".4f", "diverged"),
+      number(g["deviation"], ".4f"),
+      str(len(g["losses"])),
+      number(g["difference"], "+.4f"),
+      f"{i['low']:+.4f} to {i['high']:+.4f}" if i else "",
+      number(ratio, ".2f"),
+      settings(g["best"]),
+    ]
+    rows.append(row + (_published(paper, g["label"], baseline) if paper else []))
+  return Table(head, rows)
+
+
+def _published(paper: Mapping[str, float | None], label: str, baseline: str) -> list[str]:
+  if label not in paper:
+    return ["", ""]
+  loss, base = paper[label], paper.get(baseline)
+  if loss is None:
+    return ["NaN", ""]
+  return [f"{loss:g}", "" if base is None or label == baseline else f"{loss - base:+.4g}"]
+
+
+def cells(report: Mapping[str, Any]) -> Table:
+  """All that was tried, not only what won."""
+  rows = []
+  for g in report["groups"]:
+    tried = [({k: v for k, v in c.items() if k != "losses"}, c["losses"]) for c in g["cells"]]
+    for values, losses in sorted(
+      tried, key=lambda c: [(isinstance(v, str), v) for v in c[0].values()]
+    ):
+      by_seed = [
+        f"{seed.split(',')[0]}: {number(loss, '.4f', 'diverged')}" for seed, loss in losses.items()
+      ]
+      rows.append([g["label"], settings(values), ", ".join(by_seed)])
+  return Table(["method", "settings", "eval loss by seed"], rows)
+
+
+def numeric_columns(table: Table) -> list[bool]:
+  """Which columns hold numbers, and so stand to the right."""
+  return [any(map(_is_number, column)) for column in _columns(table)]
+
+
+def _columns(table: Table) -> list[tuple[str, ...]]:
+  return list(zip(table.head, *table.rows, strict=True))
+
+
+def _is_number(text: str) -> bool:
+  try:
+    float(text)
+  except ValueError:
+    return False
+  return True
+
+
+def plain(table: Table) -> list[str]:
+  """Lines for a terminal."""
+  widths = [max(map(len, column)) for column in _columns(table)]
+  right = numeric_columns(table)
+  return [
+    "  ".join(
+      f"{x:>{w}}" if is_right else f"{x:<{w}}"
+      for x, w, is_right in zip(row, widths, right, strict=True)
+    ).rstrip()
+    for row in (table.head, *table.rows)
+  ]
+
+
+def markdown(table: Table) -> list[str]:
+  def line(row: Sequence[str]) -> str:
+    return f"| {' | '.join(x.replace('|', chr(92) + '|') for x in row)} |"
+
+  return [line(table.head), f"|{'---|' * len(table.head)}", *map(line, table.rows), ""]

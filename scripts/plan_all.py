@@ -1,0 +1,59 @@
+"""Plans every size and method of the paper as shipped, and writes a table.
+
+python scripts/plan_all.py --out=results/plan [--sizes=2M,23.9M] [--methods=adamw,sam]
+
+Writes OUT.json and OUT.md after each compile; what is in OUT.json already is not done again.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+TOPOLOGIES = {"117.9M": "v5e:2x2", "42.5M": "v5e:2x2", "23.9M": "v5e:2x2", "2M": "v5e:2x2"}
+TOPOLOGIES["1208M"] = "v5e:2x4"
+METHODS = "precond_func_sam,adamw,sam,precond_sam,func_sam,momentum_func_sam"
+
+
+def main() -> None:
+  p = argparse.ArgumentParser("scripts/plan_all.py", description=__doc__)
+  p.add_argument("--out", required=True, type=pathlib.Path, help="without an ending")
+  p.add_argument("--sizes", default=",".join(TOPOLOGIES))
+  p.add_argument("--methods", default=METHODS)
+  args = p.parse_args()
+  file = args.out.with_suffix(".json")
+  file.parent.mkdir(parents=True, exist_ok=True)
+  rows = json.loads(file.read_text()) if file.exists() else []
+  for method in args.methods.split(","):
+    for size in args.sizes.split(","):
+      if any((row["size"], row["method"]) == (size, method) for row in rows):
+        continue
+      rows.append({"size": size, **plan(size, method)})
+      file.write_text(json.dumps(rows, indent=2) + "\n")
+      args.out.with_suffix(".md").write_text(table(rows))
+      print(table(rows[-1:]).splitlines()[-1], flush=True)
+
+
+def plan(size: str, method: str) -> dict[str, Any]:
+  config = f"--config=configs/fixed_length.py:size={size},method={method}"
+  command = [sys.executable, "-m", "nanosam.plan", config, f"--topology={TOPOLOGIES[size]}"]
+  found = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, text=True, check=True)
+  return json.loads(found.stdout)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+  lines = ["| size | method | chips | peak GiB | fits | FLOPs a step | hours at 40 % | compile s |"]
+  lines.append("|" + "---|" * 8)
+  for r in rows:
+    lines.append(
+      f"| {r['size']} | {r['method']} | {r['topology']} | {r['peak_bytes_per_device'] / 2**30:.2f} "
+      f"| {'yes' if r['fits'] else 'no'} | {r['flops_per_device'] * r['devices']:.3g} "
+      f"| {r['hours']:.1f} | {r['compile_seconds']:.0f} |"
+    )
+  return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+  main()
