@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 
 import jax
 import pytest
-from training import CONFIG
+from training import CONFIG, ROOT
 
 from nanosam import config as config_lib
 from nanosam import flops, hlo, plan, sharding
@@ -150,3 +152,20 @@ def test_an_impossible_grid_is_refused(monkeypatch):
   monkeypatch.setattr(os, "environ", dict(os.environ))
   with pytest.raises(UsageError, match="'v5e:3x3': not divisible by two; write a grid"):
     plan.devices_of("v5e:3x3")
+
+
+def planned(*words):
+  """What the command says of a TPU program; the compiler may be slow, so there is time."""
+  command = [sys.executable, "-m", "nanosam.plan", *words, "--json"]
+  found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000)
+  assert found.returncode == 0, found.stderr
+  return json.loads(found.stdout)
+
+
+@pytest.mark.full
+def test_a_paper_size_fits_its_chips():
+  facts = planned(f"{PAPER}:size=2M,method=precond_func_sam", "--topology=v5e:2x2")
+  assert facts["fits"] and facts["hbm_bytes_per_device"] == 15.75 * GIB
+  assert facts["device_kind"] == "TPU v5 lite" and facts["devices"] == 4
+  # Twice the parameters in bf16 for each of two passes: forward, and back.
+  assert facts["collective_bytes_by_kind"]["all-gather"] <= 1.15 * 2 * 2 * 2 * facts["parameters"]
