@@ -12,6 +12,7 @@ from training import CONFIG, Commands, assert_same_run
 
 from nanosam import remote_workdir
 from nanosam.cluster import ALONE
+from nanosam.data.corpus import build_embedded
 from nanosam.errors import UsageError, UserError
 from nanosam.remote_workdir import Folder, Lease, RemoteWorkdir
 from nanosam.writers import read_metrics
@@ -171,10 +172,14 @@ def test_a_run_goes_on_on_another_machine(store, machine, whole, tmp_path):
 
 
 @pytest.mark.full
-def test_two_processes_and_a_bucket(store, machine, whole, tmp_path):
-  outcomes = Pair(machine("pair"), URI, ["", "SIGTERM@step:5"]).wait()
+def test_two_processes_and_a_bucket(store, machine, cache, whole, tmp_path):
+  """With the data in the bucket too; then one process goes on."""
+  for file in build_embedded(cache, 512).iterdir():
+    store.put(f"data/{file.name}", file.read_bytes(), {}, "")
+  data = {"data__source": "tokens:gs://bucket/data"}
+  outcomes = Pair(machine("pair"), URI, ["", "SIGTERM@step:5"], **data).wait()
   assert [o.code for o in outcomes] == [75, 75], "\n".join(o.err for o in outcomes)
-  outcome = machine("one").train(URI)
+  outcome = machine("one").train(URI, **data)
   assert outcome.code == 0, outcome.err
   assert "resuming" in outcome.err and "was last used" not in outcome.err
   assert_close(store.download(RUN, tmp_path / "downloaded"), whole)
