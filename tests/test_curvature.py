@@ -1,6 +1,9 @@
 """Products, spectrum, traces and taus against dense matrices and closed forms."""
 
 import functools
+import json
+import subprocess
+import sys
 
 import jax
 import jax.flatten_util
@@ -10,6 +13,7 @@ import optax
 import pytest
 from conftest import random_batch
 from test_methods import V, hidden, loss_fn, make_method, scaled, setting, toy
+from training import ROOT
 
 from nanosam import curvature, flops, sharding
 from nanosam.curvature import FUNCTIONAL, GAUSS_NEWTON, HESSIAN, Surface
@@ -391,3 +395,22 @@ def test_one_device_and_eight_measure_the_same(model):
   for x, p in zip(*map(jax.tree.leaves, (vectors, [params, params])), strict=True):
     assert x.sharding.is_equivalent_to(p.sharding, x.ndim)
   assert len(jax.tree.leaves(numbers)) == 1 + 2 + 2 * 2 * 3 + 3
+
+
+@pytest.mark.full
+def test_what_products_cost(commands):
+  """The benchmark's rows: FLOPs and temporaries, compiled as for real use."""
+  words = "--size=mini --batch_size=4 --length=64 --vocab_size=2048 --rounds=1 --json".split()
+  run = subprocess.run(
+    [sys.executable, ROOT / "scripts" / "benchmark.py", "curvature", *words],
+    env=commands.environment(devices=1, fault=""),
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert run.returncode == 0, run.stderr
+  rows = {row["method"]: row for row in json.loads(run.stdout)}
+  gradient, H, forms = rows["gradient"], rows["H v"], rows["v H_G v, v H_F v"]
+  assert H["flops_ratio"] < 2.75 and H["time_ratio"] > 0
+  assert H["temp_mib"] <= 2.2 * gradient["temp_mib"] + 4 * gradient["vector_mib"]
+  assert forms["temp_mib"] < gradient["temp_mib"]  # nothing is kept for a way back
