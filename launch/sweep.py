@@ -42,6 +42,7 @@ SKIPPED, FAILED, INTERRUPTED, WAITING = "finished before", "failed", "interrupte
 QUEUED = "in the queue"
 GOOD = (runs.FINISHED, SKIPPED, QUEUED)
 HERE = pathlib.Path(__file__).parent
+RECORDS = ("config.json", METRICS_FILE, runs.SEQUENCES_FILE)  # what tells how a run went
 
 # What asks us to stop, and how the runs are told; SIGHUP is a terminal that closes.
 STOPPING = {
@@ -141,7 +142,7 @@ class Tpu(Local):
     return ["bash", str(HERE / "tpu_pod.sh"), "run", name, *run.arguments(workdir)]
 
   def fetch(self, run: Planned) -> None:
-    files = [f"{self._remote}/{run.id}/{file}" for file in ("config.json", METRICS_FILE)]
+    files = [f"{self._remote}/{run.id}/{file}" for file in RECORDS]
     subprocess.run(["gcloud", "storage", "cp", *files, f"{run.workdir}/"], capture_output=True)
 
 
