@@ -255,7 +255,7 @@ print(sweep.plan(sweep.load({str(tmp_path / "one_run.py")!r}), pathlib.Path("x")
   )[1].strip()
   bucket = stand_ins.root / "bucket" / "b" / name
   bucket.mkdir(parents=True)
-  for file in ("config.json", "metrics.jsonl"):
+  for file in ("config.json", "metrics.jsonl", "eval_sequences.npz"):
     shutil.copy(pathlib.Path(whole) / file, bucket)
   code, out = sweep(start, stand_ins, tmp_path, "tpu", NANOSAM_REMOTE="gs://b")
   assert code == 0 and "finished after" in out, out
