@@ -275,7 +275,7 @@ def test_the_death_of_one_process_ends_the_other(commands, pair, tmp_path, victi
 def test_a_request_to_one_process_stops_both_at_one_step(commands, pair, tmp_path, victim, sent):
   workdir = tmp_path / "run"
   faults = ["", ""]
-  faults[victim] = f"{sent.name}@step:5"
+  faults[victim] = f"{sent.name}+pause@step:5"
   outcomes = Pair(commands, workdir, faults, opt__num_train_steps=400, eval_every_steps=200).wait()
   assert [o.code for o in outcomes] == [RESUMABLE] * 2, "\n".join(o.err for o in outcomes)
   last = steps(workdir)[-1]
@@ -319,7 +319,7 @@ def test_a_failure_of_one_process_is_told_by_the_other(commands, tmp_path):
 def test_processes_come_and_go(commands, whole, tmp_path):
   """Two processes of four devices, one of four, one of one, and two again."""
   workdir = tmp_path / "run"
-  outcomes = Pair(commands, workdir, ["SIGTERM@step:2", ""]).wait()
+  outcomes = Pair(commands, workdir, ["SIGTERM+pause@step:2", ""]).wait()
   assert [o.code for o in outcomes] == [RESUMABLE] * 2
   for devices, fault in ((4, "SIGTERM@step:7"), (1, "SIGTERM@step:10")):
     assert commands.train(workdir, devices, fault).code == RESUMABLE

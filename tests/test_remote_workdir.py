@@ -177,7 +177,7 @@ def test_two_processes_and_a_bucket(store, machine, cache, whole, tmp_path):
   for file in build_embedded(cache, 512).iterdir():
     store.put(f"data/{file.name}", file.read_bytes(), {}, "")
   data = {"data__source": "tokens:gs://bucket/data"}
-  outcomes = Pair(machine("pair"), URI, ["", "SIGTERM@step:5"], **data).wait()
+  outcomes = Pair(machine("pair"), URI, ["", "SIGTERM+pause@step:5"], **data).wait()
   assert [o.code for o in outcomes] == [75, 75], "\n".join(o.err for o in outcomes)
   outcome = machine("one").train(URI, **data)
   assert outcome.code == 0, outcome.err

@@ -1,7 +1,8 @@
 """A run of a few seconds, and something that befalls it: NANOSAM_TEST_FAULT=WHAT@WHERE[:NUMBER].
 
-WHAT   a signal (SIGTERM, SIGINT, SIGKILL; SIGINT+SIGINT for two; group:SIGINT to all processes of
-       the run, as from a terminal), full:BYTES: from then on no file may grow beyond that, or
+WHAT   a signal (SIGTERM, SIGINT, SIGKILL; SIGINT+SIGINT for two; SIGTERM+pause: until JAX, which
+       looks once a second, has seen it; group:SIGINT to all processes of the run, as from a
+       terminal), full:BYTES: from then on no file may grow beyond that, or
        nan: a weight of the batch that is one
 WHERE  compile; step:N, once its record is written and the checkpoints due are on disk; eval:N, in
        the midst of the N-th evaluation; saving:N, while the checkpoint of step N is incomplete;
@@ -53,6 +54,9 @@ def strike(what):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     return
   for name in what.split("+"):
+    if name == "pause":
+      time.sleep(5)
+      continue
     send = os.killpg if name.startswith("group:") else os.kill
     send(os.getpid(), getattr(signal, name.removeprefix("group:")))
     time.sleep(0.2)  # signals of one kind that are pending at the same time count once
