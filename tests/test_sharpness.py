@@ -80,8 +80,8 @@ def test_more_vectors_than_fit_are_not_kept(whole, found, monkeypatch):
 @pytest.mark.full
 def test_the_command(commands, whole, found, tmp_path):
   """On two devices what the test's eight find; nothing of the workdir changes."""
-  words = [*QUICK, "--iterations=25", "--probes=8", f"--out={tmp_path / 'out'}"]
-  outcome = commands("sharpness", f"--workdir={whole}", *words, devices=2)
+  words = [f"--workdir={whole}", *QUICK, f"--out={tmp_path / 'out'}"]
+  outcome = commands("sharpness", *words, devices=2)
   assert outcome.code == 0, outcome.err
   assert "lambda_max(H)" in outcome.out and "tau_precond_cross" in outcome.out
   assert "left" in outcome.err
