@@ -93,8 +93,9 @@ def interleaved(
   """Times of each program, and the median over rounds of the ratio of two."""
   times: dict[str, list[float]] = {name: [] for name in programs}
   for round_number in range(rounds + 1):
-    for name, program in programs.items():
-      seconds = program()
+    order = list(programs)[:: -1 if round_number % 2 else 1]  # whoever is before leaves its caches
+    for name in order:
+      seconds = programs[name]()
       if round_number:  # the first one warms up
         times[name].append(seconds)
 
