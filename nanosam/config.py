@@ -166,7 +166,6 @@ def paper(size: str, method: str) -> ml_collections.ConfigDict:
   c.model.remat = size in ("42.5M", "117.9M", "1208M")
   if size == "1208M":
     c.model.scan_layers = True  # one compiled layer instead of six
-    c.grad_accumulation_steps = 2
     if method in ("sam", "precond_sam"):
       c.opt.rho_schedule = "warmup"  # the paper's remedy for their NaNs at this size
   return c

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import measures
 import numpy as np
 import protocol
+from findings import rho_points
 from page import Block, Figure, Figures, Folded, Grid, Items, Section, Text
 from protocol import ADAMW
-from results import rho_points
 
 from nanosam import compare, plots, tables
 from nanosam.runs import Run

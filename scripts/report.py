@@ -18,9 +18,9 @@ import measures
 import page
 import protocol
 from family import Family, comparison_blocks, pruning_figure, tried
+from findings import CONFIDENCE, difference_rows, published_table
 from page import Block, Figure, Figures, Folded, Grid, Items, Page, Section, Text
 from protocol import ADAMW, SCHEDULE, TUNED
-from results import CONFIDENCE, difference_rows, published_table
 
 from nanosam import comparable, errors, plots, tables
 from nanosam.command import Parser

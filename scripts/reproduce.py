@@ -22,8 +22,8 @@ import time
 
 import measures
 import protocol
+from findings import write_report
 from protocol import ADAMW, FACTORS, MEASURES, STAGES, Lab
-from results import write_report
 
 sys.path.insert(0, str(protocol.ROOT / "launch"))
 import sweep as launcher

@@ -12,7 +12,7 @@ if [ "${1:-}" = --full ]; then
   shift
 fi
 export JAX_PLATFORMS=cpu WANDB_MODE=offline
-.venv/bin/ruff check .
+.venv/bin/ruff check --no-cache .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 exec .venv/bin/python -m pytest -q -n 2 -m "$tier" "$@"
