@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from nanosam import sharding
 from nanosam.data.batch import Batch
-from nanosam.model import ModelConfig, Params, Transformer
+from nanosam.model import ModelConfig, Params, Transformer, rounded_kernels
 from nanosam.optim import base, guard, registry
 from nanosam.optim.gradient import (
   Estimate,
@@ -48,7 +48,13 @@ def make_net(c: ml_collections.ConfigDict, vocab_size: int) -> Net:
 
     return apply
 
-  return Net(hidden(c.model.dtype), hidden(c.opt.perturbed_dtype), c.head.chunk, c.head.residual)
+  return Net(
+    hidden(c.model.dtype),
+    hidden(c.opt.perturbed_dtype),
+    c.head.chunk,
+    c.head.residual,
+    lambda params: rounded_kernels(params, c.opt.perturbed_dtype),
+  )
 
 
 def make_method(opt: ml_collections.ConfigDict, params: Params) -> Method:
