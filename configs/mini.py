@@ -12,17 +12,17 @@ What is not, and why:
 - peak learning rate 3.2e-2, the best of a grid: small models want larger ones;
 - fp32, as CPUs have no fast bf16; length 128 to match;
 - microbatches of four sequences: that much stays in a core's cache, and the result is the same;
-- data that ends begins again, in the same way for all methods (the record `epoch` tells);
+- data that ends begins again, in the same way for all methods (the record `data/epoch` tells);
 - the eval set is 1024 sequences, so that differences of a few thousandths can be seen.
 
 --config=configs/mini.py:method=sam,width=32,source=tokens:data/wiki
-`tokens_per_parameter` (20: Chinchilla) sets the steps from the number of all parameters.
+`tokens_per_parameter` (20: Chinchilla) sets the steps from the number of all parameters, which
+depends on the vocabulary: say `vocab_size` if the source's is not 1024.
 """
 
 from nanosam import config
 
 DEPTH, HEAD_WIDTH, MICROBATCH = 3, 16, 4
-VOCABULARY = 1024
 
 
 def get_config(arg=None):
@@ -38,6 +38,7 @@ def get_config(arg=None):
     activation="gelu",
     dtype="float32",
     tied=True,
+    vocab_size=1024,
   )
   c = config.default(size="mini", method=args["method"])
   c.workdir = f"runs/mini-{args['width']}-{args['method']}"
@@ -46,11 +47,11 @@ def get_config(arg=None):
   c.batch_size = args["batch_size"]
   c.grad_accumulation_steps = max(1, c.batch_size // MICROBATCH)
   c.data.source = args["source"]
-  c.data.vocab_size = VOCABULARY  # of the embedded corpus; a store brings its own
+  c.data.vocab_size = args["vocab_size"]  # of the embedded corpus; a store brings its own
   c.data.repeat = True  # data for a run need not last for one of twice its length
   c.opt.num_train_steps = args["steps"]
   if args["tokens_per_parameter"]:
-    tokens = args["tokens_per_parameter"] * config.parameter_counts(c, VOCABULARY)["total"]
+    tokens = args["tokens_per_parameter"] * config.parameter_counts(c, args["vocab_size"])["total"]
     c.opt.num_train_steps = max(1, round(tokens / (c.batch_size * c.model.L)))
   c.opt.warmup_steps = c.opt.num_train_steps // 10
   c.opt.peak_learning_rate = 3.2e-2

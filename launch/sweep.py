@@ -158,6 +158,8 @@ class Slurm:
     queued = self._call("squeue", "--me", "--noheader", "--format=%j").split()
     for run in todo:
       if run.id not in queued:
+        if (run.workdir / LOG_FILE).exists():  # it was submitted before
+          self._say(f"{run.id}: {state(run)}{_why(run, state(run))}; submitted again")
         run.workdir.mkdir(parents=True, exist_ok=True)
         options = [f"--job-name={run.id}", f"--output={run.workdir / LOG_FILE}"]
         job = HERE / "slurm.sbatch"
@@ -180,7 +182,7 @@ def share_of_devices(slot: int, jobs: int, environment: Any) -> dict[str, str]:
   if jobs == 1 or not devices:
     return {}
   if len(devices) < jobs:
-    raise UsageError(f"--jobs={jobs} needs as many of CUDA_VISIBLE_DEVICES={','.join(devices)}")
+    raise UsageError(f"CUDA_VISIBLE_DEVICES={','.join(devices)} are too few for {jobs} at a time")
   return {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot::jobs])}
 
 
@@ -218,9 +220,16 @@ def state(run: Planned) -> str:
   return stored.state if stored.state == runs.FINISHED else f"{stored.state} at step {stored.step}"
 
 
-def execute(planned: Sequence[Planned], backend: str, jobs: int, say: Say) -> dict[str, str]:
-  """Makes every run that is not finished; what became of each, by id."""
-  todo = [run for run in planned if state(run) != runs.FINISHED]
+def execute(
+  planned: Sequence[Planned],
+  backend: str,
+  jobs: int,
+  say: Say,
+  done: Sequence[str] = (runs.FINISHED,),
+) -> dict[str, str]:
+  """Makes every run whose state is not among `done`; what became of each, by id."""
+  stored = {run.id: run.stored() for run in planned}
+  todo = [run for run in planned if not (s := stored[run.id]) or s.state not in done]
   outcomes = {run.id: SKIPPED for run in planned}
   if todo:
     say(f"{len(planned)} runs, {len(planned) - len(todo)} finished before")

@@ -69,7 +69,7 @@ install() {
   on all 'if kill -0 $(cat nanosam/run.pid) 2>/dev/null; then exit; fi
     mkdir -p nanosam && tar -xzf nanosam.tar.gz -C nanosam && cd nanosam &&
     { command -v python3.11 || sudo apt-get install -qq -y python3.11 python3.11-venv; } >/dev/null &&
-    PYTHON=python3.11 && . scripts/install.sh tpu'
+    PYTHON=python3.11 && . scripts/install.sh tpu,gcs'
 }
 
 # Starts the run on every worker where it is not under way. It outlives the connection, and leaves

@@ -24,7 +24,7 @@ import collections
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from nanosam.command import Parser
 from nanosam.comparable import check_comparable
 from nanosam.errors import UsageError, UserError
 from nanosam.runs import DIVERGED, FINISHED, Run, find_runs
+from nanosam.workdir import strict_json
 
 AXES = {"steps": "step", "compute": "compute", "time": "time"}  # view: field of an eval record
 
@@ -345,15 +346,6 @@ def main(argv: list[str]) -> None:
   )
   report.notes = notes + report.notes
   print(json.dumps(strict_json(report.to_json()), indent=2) if args.json else text(report))
-
-
-def strict_json(value: Any) -> Any:
-  """JSON has no infinity and no NaN: null stands for both."""
-  if isinstance(value, Mapping):
-    return {k: strict_json(v) for k, v in value.items()}
-  if isinstance(value, list | tuple):
-    return [strict_json(v) for v in value]
-  return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

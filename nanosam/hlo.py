@@ -50,7 +50,7 @@ def collectives(text: str) -> list[Collective]:
   """Every collective of a compiled program, `compiled.as_text()`."""
   computations, entry = _computations(text)
   found = _walk(computations, entry, 1)
-  return list({c.channel or str(number): c for number, c in enumerate(found)}.values())
+  return list({(c.channel, 0 if c.channel else n): c for n, c in enumerate(found)}.values())
 
 
 def bytes_by_kind(found: list[Collective]) -> dict[str, int]:

@@ -166,15 +166,6 @@ def unembedding(params: Params) -> jax.Array:
   return params.get("unembed", params["embed"])
 
 
-def rounded_kernels(params: Params, dtype: Any) -> Params:
-  """The layers' matrices in the compute type, as they are multiplied: no other value is used."""
-
-  def leaf(path, x):
-    return x.astype(dtype) if path[-1].key == "kernel" else x
-
-  return jax.tree_util.tree_map_with_path(leaf, params)
-
-
 def non_embedding_count(params: Params) -> int:
   """Parameters in the layers' matrices: how the reference names its sizes."""
   return sum(

@@ -182,9 +182,8 @@ def compile_step(traced: Any, trainer: Trainer) -> tuple[Memory, dict[str, int] 
     return Memory(arguments, peak - arguments, peak), None
   arguments = compiled.memory_analysis().argument_size_in_bytes
   peak = peak_bytes(compiled.memory_analysis(), trainer.mesh.devices.flat[0].platform)
-  return Memory(arguments, peak - arguments, peak), hlo.bytes_by_kind(
-    hlo.collectives(compiled.as_text())
-  )
+  moved = hlo.bytes_by_kind(hlo.collectives(compiled.as_text()))
+  return Memory(arguments, peak - arguments, peak), moved
 
 
 def peak_bytes(m: Any, platform: str) -> int:
@@ -233,6 +232,7 @@ def report(c: ml_collections.ConfigDict, plan: Plan, cost: dict[str, Any]) -> st
 
   mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
   moved = plan.collective_bytes_by_kind
+  collectives = "unknown" if moved is None else ", ".join(f"{k} {gib(v)}" for k, v in moved.items())
   lines = [
     f"{plan.method}, {plan.parameters / 1e6:.1f}M parameters, vocabulary {plan.vocab_size}, batch "
     f"{c.batch_size} x {c.model.L} in {c.grad_accumulation_steps} part(s)",
@@ -243,8 +243,7 @@ def report(c: ml_collections.ConfigDict, plan: Plan, cost: dict[str, Any]) -> st
     f"  peak         {gib(plan.peak_bytes_per_device)} of {gib(plan.hbm_bytes_per_device)}: "
     + ("fits" if plan.fits else f"DOES NOT FIT; {REMEDIES}"),
     f"  FLOPs        {plan.flops_per_device:.4g}",
-    "  collectives  "
-    + ", ".join(f"{kind} {gib(size)}" for kind, size in (moved or {"unknown": 0}).items()),
+    f"  collectives  {collectives or 'none'}",
     f"compiled in {plan.compile_seconds:.0f} s",
   ]
   if cost:

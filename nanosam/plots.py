@@ -6,6 +6,7 @@ the taus over its training.
 
 import contextlib
 import functools
+import importlib.util
 import io
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,14 +57,18 @@ Target = pathlib.Path | io.StringIO  # where a figure goes: files, or the text o
 Curve = tuple[np.ndarray, np.ndarray]  # x, y
 
 
+def check_installed() -> None:
+  if not importlib.util.find_spec("matplotlib"):
+    raise UserError("figures need matplotlib: pip install -e '.[report]'")
+
+
 @contextlib.contextmanager
 def figure(target: Target, panels: int, size: tuple[float, float]) -> Iterator[Any]:
   """Axes to draw on; writes target.svg and target.png, or the SVG into a buffer."""
-  try:
-    import matplotlib
-    from matplotlib.figure import Figure
-  except ImportError:
-    raise UserError("figures need matplotlib: pip install -e '.[report]'") from None
+  check_installed()
+  import matplotlib
+  from matplotlib.figure import Figure
+
   with matplotlib.rc_context(SETTINGS):
     fig = Figure(figsize=size, layout="constrained")
     yield fig.subplots(1, panels, squeeze=False)[0]
@@ -163,6 +168,9 @@ def loss_against_rho(
     _draw_points(ax, points)
     ax.axhline(baseline, color=INK, linestyle="--", linewidth=1, label="adamw")
     ax.set_xscale("log")
+    tried = sorted({rho for series in points.values() for rho, _ in series})
+    ax.set_xticks(tried, [f"{rho:g}" for rho in tried], minor=False)
+    ax.minorticks_off()
     ax.set(xlabel="rho, the length of the perturbation", ylabel="eval loss")
     _legend_above(ax)
 

@@ -34,6 +34,7 @@ class Profiler:
     self._steps, self._say = parse_steps(steps), say
     self._folder = pathlib.Path(workdir) / FOLDER
     self._tracing = False
+    self._traced: list[int] = []
 
   def call(self, step: int, function: Callable[..., T], *args: object) -> T:
     """function(*args), traced if `step` is one of those wanted."""
@@ -42,6 +43,7 @@ class Profiler:
     if not self._tracing:
       jax.profiler.start_trace(self._folder)
       self._tracing = True
+    self._traced.append(step)
     with jax.profiler.StepTraceAnnotation("train", step_num=step):
       result = function(*args)
     if step == self._steps[-1]:
@@ -54,4 +56,4 @@ class Profiler:
     if self._tracing:
       self._tracing = False
       jax.profiler.stop_trace()
-      self._say(f"trace of steps {self._steps[0]}-{self._steps[-1]} in {self._folder}")
+      self._say(f"trace of steps {self._traced[0]}-{self._traced[-1]} in {self._folder}")

@@ -7,7 +7,6 @@ loss against sparsity (Figure 5 of arXiv 2502.02407) into the workdir, or --out.
 """
 
 import argparse
-import json
 import pathlib
 import re
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ from nanosam.evaluate import Evaluator
 from nanosam.model import Params
 from nanosam.optim.base import matching
 from nanosam.progress import Progress
-from nanosam.restore import Arguments, Loaded, load_run, numbers
-from nanosam.workdir import write_atomically
+from nanosam.restore import Arguments, Loaded, load_run, numbers, results_folder
+from nanosam.workdir import write_json
 
 FILE = "prune.json"
 
@@ -31,13 +30,13 @@ FILE = "prune.json"
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
   check(args)
+  out = results_folder(args)
   first, *others = (
     curve(load_run(workdir, args.step), workdir, args) for workdir in (args.workdir, *args.compare)
   )
-  out = pathlib.Path(args.out or args.workdir)
   out.mkdir(parents=True, exist_ok=True)
   found = {**first, "compared": others}
-  write_atomically(out / FILE, json.dumps(found, indent=2).encode())
+  write_json(out / FILE, found)
   print(table([first, *others]))
   plots.pruning(out / "prune", [first, *others])
   print(f"written: {out / FILE} and its picture")
@@ -79,9 +78,7 @@ def curve(run: Loaded, workdir: str, args: argparse.Namespace) -> dict[str, Any]
     L=c.model.L, rows=c.eval_steps * c.eval_batch_size, mask_documents=c.data.mask_documents
   )
   evaluator = Evaluator(run.net, data, c.eval_batch_size, run.mesh)
-  chosen = matching(run.params, args.params)
-  if not any(jax.tree.leaves(chosen)):
-    raise UsageError(f"--params={args.params} matches no parameter of {workdir}")
+  chosen = matching(run.params, args.params, "--params")
   progress, points = Progress(0), []
   for i, sparsity in enumerate(sorted(set(args.sparsity)), 1):
     pruned, share = prune(run.params, chosen, sparsity)

@@ -1,14 +1,17 @@
 """A trained model, read back from its workdir: what the commands over a run share."""
 
+import argparse
 import contextlib
+import math
 import os
+import pathlib
 from typing import Any, NamedTuple
 
 import ml_collections
 from etils import epath
 from jax.sharding import Mesh
 
-from nanosam import __version__, runtime, sharding
+from nanosam import __version__, plots, runtime, sharding
 from nanosam import config as config_lib
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import FOLDER, Checkpoints
@@ -21,6 +24,7 @@ from nanosam.optim import base
 from nanosam.optim.direction import Moments
 from nanosam.optim.passes import Net
 from nanosam.step import Trainer
+from nanosam.writers import METRICS_FILE, read_metrics
 
 
 class Loaded(NamedTuple):
@@ -94,14 +98,22 @@ def _choose(checkpoints: Checkpoints, workdir: epath.Path, step: str) -> int:
   if step == "latest":
     return steps[-1]
   if step == "best":
-    best = checkpoints.best_step()
-    if best is None:
+    evaluated = _eval_losses(workdir)
+    losses = {step: evaluated[step] for step in steps if step in evaluated}
+    if not losses:
       raise UserError(f"no checkpoint in {workdir} was evaluated; say --step=latest")
-    return best
+    return min(losses, key=lambda step: losses[step])
   if step.isdigit() and int(step) in steps:
     return int(step)
   there = ", ".join(map(str, steps))
   raise UsageError(f"{workdir} has no checkpoint {step}; choose latest, best or one of {there}")
+
+
+def _eval_losses(workdir: epath.Path) -> dict[int, float]:
+  path = workdir / METRICS_FILE
+  records = read_metrics(path) if path.exists() else []
+  losses = {r["step"]: r["eval/loss"] for r in records if "eval/loss" in r}
+  return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
 
 
 class Arguments(Parser):
@@ -111,6 +123,14 @@ class Arguments(Parser):
     super().__init__(f"python -m nanosam.{command}", description)
     self.add_argument("--workdir", required=True, help="of the run")
     self.add_argument("--step", default="latest", help="latest (default), best, or a number")
+
+
+def results_folder(args: argparse.Namespace) -> pathlib.Path:
+  """Where a command leaves its files; asked before it measures, as is what they need."""
+  plots.check_installed()
+  if is_remote(args.workdir) and not args.out:
+    raise UsageError(f"{args.workdir} is remote: say where the results go, --out=DIR")
+  return pathlib.Path(args.out or args.workdir)
 
 
 def numbers(text: str) -> tuple[float, ...]:

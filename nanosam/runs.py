@@ -7,6 +7,7 @@ import pathlib
 import re
 import zipfile
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from nanosam import config as config_lib
 from nanosam import workdir as workdir_lib
 from nanosam.errors import UserError
+from nanosam.optim import guard
 from nanosam.optim.registry import METHODS
 from nanosam.writers import METRICS_FILE, read_metrics
 
@@ -114,13 +116,11 @@ def _sequences(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, int]:
 
 def _aborted(keys: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
   """Whether the guard ended the run at this record."""
-  return any(
-    keys[policy] == "abort" and record.get(count, 0) > 0
-    for policy, count in (
-      ("guard.policy", "guard/nonfinite"),
-      ("guard.perturbed", "guard/perturbed_nonfinite"),
-    )
+  policies = SimpleNamespace(
+    **{name: keys[f"guard.{name}"] for name in ("policy", "perturbed", "max_skips")}
   )
+  counts = guard.Counts(*(record.get(f"guard/{name}", 0) for name in guard.Counts._fields))
+  return bool(guard.must_abort(policies, counts))
 
 
 def find_runs(folders: Iterable[str | pathlib.Path]) -> tuple[list[Run], list[str]]:

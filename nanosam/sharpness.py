@@ -11,9 +11,7 @@ they are about what a training step sees.
 """
 
 import argparse
-import json
 import math
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -30,9 +28,9 @@ from nanosam.errors import UsageError
 from nanosam.evaluate import Evaluator
 from nanosam.model import Params
 from nanosam.progress import Progress, duration
-from nanosam.restore import Arguments, Loaded, load_run, numbers
+from nanosam.restore import Arguments, Loaded, load_run, numbers, results_folder
 from nanosam.spectrum import LARGEST, SMALLEST, Lanczos, Mean, converge, hutchinson, mean
-from nanosam.workdir import write_atomically
+from nanosam.workdir import write_json
 
 FILE = "sharpness.json"
 KEEP_BYTES = 2**29  # Lanczos keeps all its vectors where they fit in this
@@ -45,11 +43,10 @@ PROBES, ITERATIONS = 8, 60
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
   check(args)
-  run = load_run(args.workdir, args.step, with_moments=True)
-  out = pathlib.Path(args.out or args.workdir)
-  found = measure(run, args)
+  out = results_folder(args)
+  found = measure(load_run(args.workdir, args.step, with_moments=True), args)
   out.mkdir(parents=True, exist_ok=True)
-  write_atomically(out / FILE, json.dumps(found, indent=2).encode())
+  write_json(out / FILE, found)
   print(table(found))
   plots.landscape(out / "sharpness", found)
   print(f"written: {out / FILE} and its picture")

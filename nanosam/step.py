@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from nanosam import sharding
 from nanosam.data.batch import Batch
-from nanosam.model import ModelConfig, Params, Transformer, rounded_kernels
+from nanosam.model import ModelConfig, Params, Transformer
 from nanosam.optim import base, guard, registry
 from nanosam.optim.gradient import (
   Estimate,
@@ -48,17 +48,11 @@ def make_net(c: ml_collections.ConfigDict, vocab_size: int) -> Net:
 
     return apply
 
-  return Net(
-    hidden(c.model.dtype),
-    hidden(c.opt.perturbed_dtype),
-    c.head.chunk,
-    c.head.residual,
-    lambda params: rounded_kernels(params, c.opt.perturbed_dtype),
-  )
+  return Net(hidden(c.model.dtype), hidden(c.opt.perturbed_dtype), c.head.chunk, c.head.residual)
 
 
 def make_method(opt: ml_collections.ConfigDict, params: Params) -> Method:
-  covered = base.matching(params, opt.perturb_params)
+  covered = base.matching(params, opt.perturb_params, "opt.perturb_params")
 
   def only_perturbed(tree: Params) -> Params:
     return jax.tree.map(lambda x, yes: x if yes else jnp.zeros_like(x), tree, covered)
@@ -113,7 +107,7 @@ class Trainer:
       **estimated.metrics,
       **{f"guard/{name}": count for name, count in verdict.counts._asdict().items()},
       "tokens": jnp.sum(batch.weights_BxL),
-      "opt/lr": self.learning_rate(state.step),
+      "opt/lr": self.learning_rate(base.updates_made(state.opt_state)),
       "opt/rho": jnp.asarray(rho),
       "opt/grad_norm": optax.tree.norm(verdict.norms),
       "opt/param_norm": optax.tree.norm(params),
@@ -126,7 +120,7 @@ class Trainer:
 
   def _estimate(self, state: TrainState, batch: Batch) -> tuple[Estimate, jax.Array | float]:
     c = self.config
-    rho = self.rho if isinstance(self.rho, float) else self.rho(state.step)
+    rho = self.rho if isinstance(self.rho, float) else self.rho(base.updates_made(state.opt_state))
     if self.method.direction is None:
       rho = 0.0
     moments = base.moments(state.opt_state)

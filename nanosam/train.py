@@ -108,6 +108,18 @@ def position(workdir: pathlib.Path, step: int) -> Position:
   return at
 
 
+def refuse_finished(workdir: pathlib.Path) -> None:
+  """Of a finished run that has no checkpoints the record is all there is: it stays."""
+  if not (workdir / workdir_lib.CONFIG_FILE).exists():
+    return
+  steps = workdir_lib.read_config(workdir)["opt"]["num_train_steps"]
+  if position(workdir, steps).evaluated == steps:
+    raise errors.UserError(
+      f"{workdir} holds the record of a finished run without checkpoints, which training would "
+      "overwrite: use another workdir, or remove this one"
+    )
+
+
 class Run:
   """One run in one workdir."""
 
@@ -152,6 +164,8 @@ class Run:
         found = dataclasses.asdict(position(self.files, restored.step))
         at = Position(**self.hosts.from_first(found))
         return restored.state, at, Cost(**restored.run["cost"])
+    if self.hosts.first:
+      refuse_finished(self.files)
     return self.trainer.init(self.c.seed), Position(), Cost()
 
   def start(self) -> None:
@@ -188,11 +202,11 @@ class Run:
     self.writers = self.open_writers({**settings, workdir_lib.ENVIRONMENT: env})
     peak = flops.peak_flops(self.mesh.devices.flat[0].device_kind)
     self.flops = {True: flops_per_step, False: flops_unperturbed}  # by whether rho > 0
-    self.meter = Meter(self.cost, peak * self.mesh.size if peak else None)
     self.spikes = watch.SpikeDetector(c.guard.spike)
     self.diagnostics = Diagnostics(self.trainer, self.source) if c.diagnostics.every else None
     steps_to_trace = c.profile_steps if self.hosts.first else ""
     self.profiler = Profiler(self.files, steps_to_trace, say=self.say)
+    self.meter = Meter(self.cost, peak * self.mesh.size if peak else None)  # last: it starts now
 
   def open_writers(self, config: dict[str, Any]) -> Writer:
     if not self.hosts.first:
@@ -247,12 +261,13 @@ class Run:
   def log(self, pending: Pending) -> None:
     """Reads a finished step: the guard's verdict, the cost, and now and then a record."""
     step, metrics = pending.step, jax.device_get(pending.metrics)
+    tokens = int(metrics.pop("tokens"))
     if not watch.check(self.c.guard, metrics):
       raise self.bad_step(pending, metrics)
     loss = float(metrics.get("train/loss", metrics.get("train/loss_perturbed")))
     if spike := self.spikes.update(loss):
       self.say(f"warning: step {step}: {spike}")
-    self.meter.step(int(metrics.pop("tokens")), self.flops[bool(metrics["opt/rho"] > 0)])
+    self.meter.step(tokens, self.flops[bool(metrics["opt/rho"] > 0)])
     if step % self.c.log_every_steps == 0 or step in (1, self.c.opt.num_train_steps):
       if self.checkpoints:
         self.checkpoints.check()  # a save that failed in the background
@@ -275,7 +290,7 @@ class Run:
     if self.checkpoints:
       self.checkpoints.wait()
     steps = self.checkpoints.steps() if self.checkpoints else []
-    return watch.bad_step_error(text, steps[-1] if steps else None)
+    return watch.bad_step_error(text, steps[-1] if steps else None, self.c.guard, metrics)
 
   def evaluate(self) -> bool:
     """False if it was interrupted: the same command evaluates at this step first."""

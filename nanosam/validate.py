@@ -100,7 +100,7 @@ def _multiples(value: int, of: int) -> str:
 
 def _method(c: ml_collections.ConfigDict) -> None:
   o = c.opt
-  direction, _ = registry.resolve(o)
+  direction, path = registry.resolve(o)
   need(0 <= o.phi <= math.pi / 2, f"opt.phi={o.phi} must lie in [0, pi/2]")
   need(abs(o.momentum_sign) == 1, f"opt.momentum_sign={o.momentum_sign} must be 1 or -1")
   if o.rho_schedule == "piecewise":
@@ -118,6 +118,13 @@ def _method(c: ml_collections.ConfigDict) -> None:
       c.batch_size % o.perturb_group == 0,
       f"batch_size={c.batch_size} is not divisible by opt.perturb_group={o.perturb_group}",
     )
+  if c.model.attention == "cudnn":
+    need(
+      "float32" not in (c.model.dtype, o.perturbed_dtype),
+      f"model.attention=cudnn needs 16-bit types: model.dtype={c.model.dtype}, "
+      f"opt.perturbed_dtype={o.perturbed_dtype}",
+    )
+    need(not path.derivative, f"{o.method} differentiates twice: set model.attention=xla")
   has_gradient = direction is None or direction.needs_gradient
   for key, wanted in (
     ("guard.perturbed=plain", c.guard.perturbed == "plain"),

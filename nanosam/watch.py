@@ -73,9 +73,17 @@ class SpikeDetector:
     return message
 
 
-def bad_step_error(text: str, checkpoint: int | None) -> UserError:
+def bad_step_error(
+  text: str, checkpoint: int | None, guard: Any, metrics: dict[str, Any]
+) -> UserError:
   last = f"the last good checkpoint is step {checkpoint}" if checkpoint else "no checkpoint yet"
+  if guard.policy == "abort" and metrics["guard/nonfinite"] > 0:
+    leave = "guard.policy=skip"
+  elif guard.perturbed == "abort" and metrics["guard/perturbed_nonfinite"] > 0:
+    leave = "guard.perturbed=skip"
+  else:
+    leave = f"guard.max_skips={2 * guard.max_skips}"
   return UserError(
     f"{text}. Nothing was updated; {last}. Lower the learning rate or rho, warm rho up, or say "
-    "--config.guard.policy=skip"
+    f"--config.{leave}; to go on in this workdir, --config.allow_changed_keys=True as well"
   )

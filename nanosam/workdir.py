@@ -4,6 +4,7 @@ import concurrent.futures
 import fcntl
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -187,6 +188,19 @@ def check_unchanged(workdir: pathlib.Path, config: Mapping[str, Any], allowed: b
       f"{workdir} holds a run with other settings ({'; '.join(changed)}). Use another workdir, "
       "restore the settings, or say --config.allow_changed_keys=True"
     )
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  write_atomically(path, json.dumps(strict_json(value), indent=2).encode())
+
+
+def strict_json(value: Any) -> Any:
+  """JSON has no infinity and no NaN: null stands for both."""
+  if isinstance(value, Mapping):
+    return {k: strict_json(v) for k, v in value.items()}
+  if isinstance(value, list | tuple):
+    return [strict_json(v) for v in value]
+  return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomically(path: pathlib.Path, content: bytes) -> None:

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
+from etils import epath
+
 from nanosam.errors import UsageError, UserError
 from nanosam.tensorboard_events import TensorBoardWriter
 from nanosam.wandb_writer import WandbProcess
@@ -168,7 +170,7 @@ def _decode(value: Any) -> Any:
   return _NONFINITE.get(value, value) if isinstance(value, str) else value
 
 
-def _parse(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:
+def _parse(path: epath.Path | pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:
   """(line, record) pairs, without a torn last line; damage elsewhere is the user's to look at."""
   lines = path.read_bytes().split(b"\n")
   pairs = []
@@ -186,7 +188,7 @@ def _parse(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """The records of a metrics.jsonl; "NaN", "Infinity" and "-Infinity" come back as floats."""
-  return [{k: _decode(v) for k, v in record.items()} for _, record in _parse(pathlib.Path(path))]
+  return [{k: _decode(v) for k, v in record.items()} for _, record in _parse(epath.Path(path))]
 
 
 def truncate_after(path: str | os.PathLike[str], step: int) -> None:

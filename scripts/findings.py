@@ -1,6 +1,5 @@
 """What an experiment of scripts/reproduce.py has found: results.json, table.md and figures."""
 
-import json
 import math
 import pathlib
 import shlex
@@ -13,7 +12,7 @@ from protocol import ADAMW, RHO, Lab, Setting
 
 from nanosam import compare, plots, runs, sweep, tables
 from nanosam.errors import UserError
-from nanosam.workdir import write_atomically
+from nanosam.workdir import write_atomically, write_json
 
 CONFIDENCE = 0.95
 
@@ -40,8 +39,7 @@ def write_report(lab: Lab, argv: list[str]) -> None:
     "paper_sharpness": paper_results.SHARPNESS.get(lab.name),
     "notes": notes,
   }
-  content = json.dumps(compare.strict_json(results), indent=2)
-  write_atomically(folder / "results.json", content.encode())
+  write_json(folder / "results.json", results)
   lines = [f"# {lab.name}, {lab.scale}", "", f"`python {shlex.join(argv)}`", ""]
   for setting in lab.settings:
     lines += section(lab, setting, reports[setting.label], extras[setting.label])

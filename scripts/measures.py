@@ -35,8 +35,11 @@ def finals(lab: Lab, report: Report) -> dict[str, list[runs.Run]]:
   return {g.label: list(g.best.runs.values()) for g in groups if g.label in lab.methods}
 
 
-def measure(lab: Lab, what: str, say: Callable[[str], None]) -> None:
-  """Each in a process of its own; what is there already is skipped."""
+def measure(lab: Lab, what: str, say: Callable[[str], None], remote: str = "") -> None:
+  """Each in a process of its own; what is there already is skipped.
+
+  The checkpoints of runs made elsewhere are read from the folder `remote`.
+  """
   chosen = [
     run
     for setting in lab.settings
@@ -49,7 +52,9 @@ def measure(lab: Lab, what: str, say: Callable[[str], None]) -> None:
     if stored(run, what):
       continue
     say(f"[{number}/{len(chosen)}] {what} of {run.path.name}")
-    command = [sys.executable, "-m", f"nanosam.{what}", f"--workdir={run.path}"]
+    workdir = f"{remote.rstrip('/')}/{run.path.name}" if remote else run.path
+    words = [f"--workdir={workdir}", f"--out={run.path}"]
+    command = [sys.executable, "-m", f"nanosam.{what}", *words]
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
       raise UserError(f"{what} of {run.path} failed; the line above says why")
 

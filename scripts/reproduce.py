@@ -15,6 +15,7 @@ Set NAME=VALUE arguments of the config with --set: --set=width=128 --set=steps=6
 
 import argparse
 import json
+import os
 import pathlib
 import shlex
 import sys
@@ -53,11 +54,12 @@ def main(argv: list[str]) -> None:
     raise UsageError(f"{lab.name} at scale {lab.scale} has the stages {', '.join(known)}")
   if args.dry_run:
     return print_costs(lab, [s for s in stages if s in lab.stages], args)
+  remote = os.environ.get("NANOSAM_REMOTE", "") if args.backend == "tpu" else ""
   for stage in stages:
     if stage in MEASURES:
-      measures.measure(lab, stage, say)
-    elif stage != "report":
-      run_stage(lab, stage, args, argv)
+      measures.measure(lab, stage, say, remote)
+    elif stage != "report" and launcher.QUEUED in run_stage(lab, stage, args, argv):
+      return say(f"stage {stage} is in the queue: say the same again when it has run")
   write_report(lab, argv)
 
 
@@ -106,9 +108,16 @@ def make_lab(args: argparse.Namespace) -> Lab:
     learning_rates=args.learning_rates,
     decays=args.decays,
     rms=args.rms,
-    arguments=dict(item.split("=", 1) for item in args.set),
+    arguments=dict(map(pair, args.set)),
     dry=args.dry_run,
   )
+
+
+def pair(text: str) -> tuple[str, str]:
+  name, separator, value = text.partition("=")
+  if not separator:
+    raise UsageError(f"--set={text}: write NAME=VALUE")
+  return name, value
 
 
 def say(line: str) -> None:
@@ -119,19 +128,21 @@ def plan(lab: Lab, stage: str) -> list[sweep.Planned]:
   return sweep.plan(lab.stage(stage), lab.folder)
 
 
-def run_stage(lab: Lab, stage: str, args: argparse.Namespace, argv: list[str]) -> None:
+def run_stage(lab: Lab, stage: str, args: argparse.Namespace, argv: list[str]) -> set[str]:
+  """Makes the runs that are missing; what became of them all."""
   for earlier in lab.stages[: lab.stages.index(stage)][:2]:  # those that tune
     if missing := protocol.unfinished(plan(lab, earlier)):
       say(f"warning: stage {earlier} is incomplete ({len(missing)} runs): {stage} builds on it")
   planned = plan(lab, stage)
   record_plan(lab, stage, planned, argv)
   say(f"{lab.name}, {lab.scale}, stage {stage}: {len(planned)} runs")
-  outcomes = launcher.execute(planned, args.backend, args.jobs, say)
+  ends = (runs.FINISHED, runs.DIVERGED)  # a run that diverges is a result
+  outcomes = launcher.execute(planned, args.backend, args.jobs, say, done=ends)
   lab.forget()
   say(launcher.table(planned, outcomes))
-  # A run that diverges is a result.
-  rest = {k: v for k, v in outcomes.items() if v != runs.DIVERGED}
+  rest = {k: v for k, v in outcomes.items() if v not in ends}
   launcher.check_outcomes(rest, shlex.join(["python", *argv]))
+  return set(outcomes.values())
 
 
 def record_plan(lab: Lab, stage: str, planned: list[sweep.Planned], argv: list[str]) -> None:
@@ -152,6 +163,8 @@ def record_plan(lab: Lab, stage: str, planned: list[sweep.Planned], argv: list[s
 
 
 def print_costs(lab: Lab, stages: list[str], args: argparse.Namespace) -> None:
+  if not stages:
+    return print(f"--stage={args.stage} trains nothing")
   peak = flops.PEAK_FLOPS[DEVICES[args.device]] * args.utilization if args.device else None
   unit = f"  {args.device}-hours" if peak else ""
   print(f"{'run':<60}  {'tokens':>9}  {'FLOPs':>9}{unit}")

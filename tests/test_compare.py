@@ -6,6 +6,7 @@ from training import ROOT
 
 from nanosam import compare, config, paired, runs
 from nanosam.errors import UsageError, UserError
+from nanosam.workdir import strict_json
 
 ROWS, LENGTH = 60, 128
 
@@ -167,6 +168,9 @@ def test_half_written_diverged_and_damaged_runs_each_have_a_line(tmp_path):
   bad = write_run(tmp_path, "sam", 1)
   with open(bad / "metrics.jsonl", "w") as f:
     f.write(json.dumps({"step": 70, "train/loss": "NaN", "guard/nonfinite": 1}) + "\n")
+  skipped = write_run(tmp_path, "sam", 3, keys={"guard.policy": "skip", "guard.max_skips": 2})
+  with open(skipped / "metrics.jsonl", "w") as f:
+    f.write(json.dumps({"step": 80, "train/loss": "NaN", "guard/nonfinite": 3}) + "\n")
   torn = write_run(tmp_path, "sam", 2)
   (torn / "eval_sequences.npz").write_bytes(b"PK")
   (tmp_path / "begun").mkdir()
@@ -176,6 +180,7 @@ def test_half_written_diverged_and_damaged_runs_each_have_a_line(tmp_path):
     good: runs.FINISHED,
     half: runs.UNFINISHED,
     bad: runs.DIVERGED,
+    skipped: runs.DIVERGED,
   }
   text = "\n".join(notes)
   for words in (
@@ -187,7 +192,7 @@ def test_half_written_diverged_and_damaged_runs_each_have_a_line(tmp_path):
     assert words in text
   report = compare.compare(found)
   assert report.group("sam").mean == np.inf and report.group("sam").difference is None
-  json.dumps(compare.strict_json(report.to_json()), allow_nan=False)
+  json.dumps(strict_json(report.to_json()), allow_nan=False)
 
 
 def test_one_run_in_two_places_is_refused(tmp_path):

@@ -156,3 +156,15 @@ def test_paper_settings():
 def test_single_gpu_splits_the_batch():
   c = parse(file="configs/single_gpu.py:size=2M,micro=64,deterministic=True")
   assert (c.batch_size, c.grad_accumulation_steps, c.deterministic) == (256, 4, True)
+
+
+@pytest.mark.parametrize(
+  "key, value, words",
+  [
+    ("opt.perturbed_dtype", "float32", "16-bit types: .*opt.perturbed_dtype=float32"),
+    ("opt.method", "penalty_sam", "penalty_sam differentiates twice: set model.attention=xla"),
+  ],
+)
+def test_what_cudnn_cannot_do_is_refused(key, value, words):
+  with pytest.raises(UsageError, match=words):
+    parse(f"--config.{key}={value}", file="configs/single_gpu.py:method=sam")

@@ -184,7 +184,7 @@ def test_a_pod_is_made_restarted_and_deleted(start, stand_ins):
     f"worker{i}: -m nanosam.train --config.workdir=gs://bucket/run --config.wandb.name=it's one"
     for i in (0, 0, 1, 1)
   ]
-  assert "-e .[tpu]" in (stand_ins.root / "pip.txt").read_text()
+  assert "-e .[tpu,gcs]" in (stand_ins.root / "pip.txt").read_text()
 
 
 @pytest.mark.full

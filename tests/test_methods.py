@@ -335,7 +335,8 @@ def test_first_step_of_the_preconditioned_direction(x64):
 def test_asam_scales_by_the_weights(x64):
   params, batch, moments = setting()
   g = grad(params, batch)
-  T = jax.tree.map(lambda w: jnp.abs(w) + 0.01 if w.ndim > 1 else jnp.ones_like(w), params)
+  T = jax.tree.map(lambda w: jnp.abs(w) + 0.01, params)
+  T["scale"] = jnp.ones_like(params["scale"])  # a norm's
   Tg = jax.tree.map(jnp.multiply, T, g)
   eps = jax.tree.map(lambda t, x: 0.3 * t * x / optax.tree.norm(Tg), T, Tg)
   out = run("asam", params, batch, moments, 0.3).gradient

@@ -15,6 +15,7 @@ from nanosam.errors import UsageError
 from nanosam.optim import base, schedules
 from nanosam.optim.passes import Passes
 from nanosam.optim.registry import METHODS
+from nanosam.sharding import STACKED
 from nanosam.step import Trainer
 from nanosam.validate import validate
 
@@ -159,8 +160,33 @@ def test_moments_are_updated_with_the_final_gradient_only(tiny_config):
   c = tiny_config
   c.opt.update(method="sam", rho=0.5, b1=0.0)
   state, history = steps(c, 1)
-  mu = base.moments(state.opt_state).mu
-  np.testing.assert_allclose(optax.tree.norm(mu), history[0]["opt/grad_norm"], rtol=1e-5)
+  moments = base.moments(state.opt_state)
+  np.testing.assert_allclose(optax.tree.norm(moments.mu), history[0]["opt/grad_norm"], rtol=1e-5)
+  assert moments.steps == 1  # one more update, with any gradient, would show
+  jax.tree.map(
+    lambda m, v: np.testing.assert_allclose(v, (1 - c.opt.b2) * m**2, rtol=1e-5, atol=1e-12),
+    moments.mu,
+    moments.nu,
+  )
+
+
+def test_stacking_the_layers_changes_no_method(tiny_config):
+  """Of those whose direction looks at each parameter by itself."""
+  c = tiny_config
+  c.opt.update(method="asam", rho=0.5)
+  losses = []
+  for c.model.scan_layers in (False, True):
+    trainer = make_trainer(c)
+    state = trainer.init(0)
+    if not losses:
+      same = jax.device_get(state.params)
+      layers = [same.pop(f"layer_{i}") for i in range(c.model.N)]
+      same[STACKED] = jax.tree.map(lambda *x: np.stack(x), *layers)
+    else:
+      state = state.replace(params=jax.device_put(same, trainer.state_shardings.params))
+    step = trainer.trace().lower().compile()
+    losses.append(step(state, next(batches(c, trainer.mesh, 1)))[1]["train/loss_perturbed"])
+  np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -384,6 +410,43 @@ def test_a_second_pass_that_alone_goes_wrong(tiny_config, policy):
   assert history[0]["guard/nonfinite"] == 0
   expected = plain.params if policy == "plain" else start.params
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, expected)
+
+
+@pytest.mark.parametrize("perturbed", ["plain", "skip", "abort"])
+def test_a_bad_gradient_where_rho_is_scheduled_to_be_zero_is_no_second_pass(
+  tiny_config, perturbed, monkeypatch
+):
+  plain = Passes.plain
+
+  def spoiled(self, path=None):
+    loss, g, kept = plain(self, path)
+    return loss, {**g, "embed": g["embed"].at[3, 5].set(np.nan)}, kept
+
+  c = tiny_config
+  c.opt.update(method="sam", rho=0.5, rho_schedule="piecewise", rho_pieces="0.8:1")
+  c.guard.update(policy="skip", perturbed=perturbed)
+  monkeypatch.setattr(Passes, "plain", spoiled)
+  start = jax.device_get(make_trainer(c).init(0).params)
+  state, history = steps(c, 1)
+  assert history[0]["guard/nonfinite"] == 1 and history[0]["guard/perturbed_nonfinite"] == 0
+  jax.tree.map(np.testing.assert_array_equal, state.params, start)
+
+
+def test_schedules_go_by_the_updates_that_were_made(tiny_config):
+  c = tiny_config
+  c.guard.policy = "skip"
+  c.opt.update(warmup_steps=4, method="sam", rho=0.5, rho_schedule="lr")
+  _, history = steps(c, 3, change=bad_data(np.nan))
+  _, good = steps(c, 2)
+  for key in ("opt/lr", "opt/rho"):  # the second step was rejected: the third is its repetition
+    assert [h[key] for h in history] == [good[0][key], good[1][key], good[1][key]]
+
+
+@pytest.mark.parametrize("key", ["opt.perturb_params", "opt.weight_decay_params"])
+def test_a_pattern_that_matches_no_parameter_is_refused(tiny_config, key):
+  tiny_config.opt[key.removeprefix("opt.")] = "kernal"
+  with pytest.raises(UsageError, match=f"{key}=kernal matches no parameter; .*out_norm/scale"):
+    make_trainer(tiny_config)
 
 
 def test_zero_gradient_from_a_fresh_state_is_only_decay(tiny_config):

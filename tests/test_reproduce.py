@@ -151,3 +151,8 @@ def test_dry_run_costs(capsys, tmp_path):
     reproduce.main(
       ["reproduce.py", "table2", "--scale=paper", f"--out={tmp_path}", "--stage=factors"]
     )
+  words = ["reproduce.py", "table4", "--scale=mini", f"--out={tmp_path}"]
+  reproduce.main([*words, "--dry_run", "--stage=sharpness"])
+  assert "--stage=sharpness trains nothing" in capsys.readouterr().out
+  with pytest.raises(UsageError, match="--set=width: write NAME=VALUE"):
+    reproduce.main([*words, "--dry_run", "--set=width"])

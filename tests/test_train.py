@@ -16,6 +16,7 @@ import pytest
 from training import CONFIG, ROOT, assert_same_run, losses, state, steps
 
 from nanosam import config as config_lib
+from nanosam.restore import load_run
 from nanosam.writers import read_metrics
 
 
@@ -106,6 +107,25 @@ def test_a_finished_run_is_left_alone(commands, whole):
   outcome = commands.train(whole)
   assert outcome.code == 0 and "finished" in outcome.err
   assert content(whole) == before
+
+
+def test_a_finished_record_without_checkpoints_is_not_overwritten(commands, whole, tmp_path):
+  workdir = tmp_path / "run"
+  shutil.copytree(whole, workdir, ignore=shutil.ignore_patterns("checkpoints"))
+  before = content(workdir)
+  outcome = commands.train(workdir, "--config.checkpoint=False")
+  assert outcome.code == 1
+  outcome.says_in_one_line("record of a finished run", "another workdir")
+  assert content(workdir) == before
+
+
+def test_the_best_checkpoint_is_found_by_the_record(whole, tmp_path):
+  """A checkpoint that was saved before its evaluation does not know its own loss."""
+  workdir = tmp_path / "run"
+  shutil.copytree(whole, workdir)
+  for metrics in (workdir / "checkpoints").glob("*/metrics"):
+    shutil.rmtree(metrics)
+  assert load_run(workdir, "best").step == 16
 
 
 # How it goes on.

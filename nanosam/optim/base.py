@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from nanosam.errors import UsageError
 from nanosam.optim import schedules
 from nanosam.optim.direction import Moments
 
@@ -60,9 +61,17 @@ BASES: dict[str, Callable[[Any], optax.GradientTransformation]] = {
 }
 
 
-def matching(params: Any, pattern: str) -> Any:
-  """True for the parameters whose path matches the regex `pattern`."""
-  return jax.tree_util.tree_map_with_path(lambda p, _: bool(re.search(pattern, _path(p))), params)
+def matching(params: Any, pattern: str, key: str = "the pattern") -> Any:
+  """True for the parameters whose path matches the regex `pattern`; one at least has to."""
+  found = jax.tree_util.tree_map_with_path(lambda p, _: bool(re.search(pattern, _path(p))), params)
+  if not any(jax.tree.leaves(found)):
+    names = [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    raise UsageError(f"{key}={pattern} matches no parameter; they are {', '.join(names)}")
+  return found
+
+
+def _decayed(opt, params: Any) -> Any:
+  return matching(params, opt.weight_decay_params, "opt.weight_decay_params")
 
 
 def moments(opt_state: optax.OptState) -> Moments:
@@ -75,6 +84,13 @@ def moments(opt_state: optax.OptState) -> Moments:
     if isinstance(part, optax.TraceState):
       return Moments(part.trace)
   return Moments()
+
+
+def updates_made(opt_state: optax.OptState) -> jax.Array:
+  """What schedules go by: a step that the guard rejects does not count."""
+  last = opt_state[-1]
+  assert isinstance(last, optax.ScaleByScheduleState)
+  return last.count
 
 
 def rho(opt) -> float | schedules.Schedule:
@@ -105,9 +121,7 @@ def make_base(opt, params: Any) -> optax.GradientTransformation:
   """Clipping, the optimizer's own direction, decoupled decay, learning rate: in this order."""
   clip = [optax.clip_by_global_norm(opt.clip_by_global_norm)] if opt.clip_by_global_norm else []
   decay = (
-    [optax.add_decayed_weights(opt.weight_decay, matching(params, opt.weight_decay_params))]
-    if opt.weight_decay
-    else []
+    [optax.add_decayed_weights(opt.weight_decay, _decayed(opt, params))] if opt.weight_decay else []
   )
   return optax.chain(
     *clip, BASES[opt.base](opt), *decay, optax.scale_by_learning_rate(learning_rate(opt))

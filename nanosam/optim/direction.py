@@ -65,10 +65,12 @@ def _preconditioned(g: Params, params: Params, moments: Moments, opt: Any) -> Ra
 
 
 def _adaptive(g: Params, params: Params, moments: Moments, opt: Any) -> Ray:
-  """ASAM: distances relative to each weight; vectors such as norm scales are left unscaled."""
-  scale = jax.tree.map(
-    lambda w: jnp.abs(w) + opt.asam_eta if w.ndim > 1 else jnp.ones_like(w), params
-  )
+  """ASAM: distances relative to each weight; the scales of norms are left as they are."""
+
+  def relative(path: Any, w: jax.Array) -> jax.Array:
+    return jnp.ones_like(w) if path[-1].key == "scale" else jnp.abs(w) + opt.asam_eta
+
+  scale = jax.tree_util.tree_map_with_path(relative, params)
   scaled = jax.tree.map(jnp.multiply, scale, g)
   return Ray(jax.tree.map(jnp.multiply, scale, scaled), optax.tree.norm(scaled))
 

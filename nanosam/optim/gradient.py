@@ -32,6 +32,7 @@ class Estimate(NamedTuple):
   gradient: Params
   plain: Params | None  # the gradient at theta, if the method makes it
   metrics: Metrics
+  unperturbed: jax.Array | float = 1.0  # the share of the tokens that had no second pass
 
 
 def estimate(method: Method, passes: Passes, moments: Moments, rho: jax.Array | float) -> Estimate:
@@ -47,26 +48,29 @@ def estimate(method: Method, passes: Passes, moments: Moments, rho: jax.Array | 
   else:
     g, kept, met = None, Kept(), {}
 
-  def perturbed() -> tuple[Params, Metrics]:
+  def perturbed() -> tuple[Params, Metrics, jax.Array]:
     ray = _ray(method, g, passes.params, moments)
     eps, usable = perturbation(ray, rho)
+    eps_metrics = _eps_metrics(eps, usable, passes.params, method.opt.perturbed_dtype)
+    # Measured first, so that eps need not outlive the making of theta'.
+    eps, eps_metrics = jax.lax.optimization_barrier((eps, eps_metrics))
     gradient, losses = passes.along(path, eps, kept)
     if path.plain:
       gradient = jax.tree.map(lambda a, b: path.plain * a + b, g, gradient)
-    eps_metrics = _eps_metrics(eps, usable, passes.params, method.opt.perturbed_dtype)
-    return gradient, {**_losses(losses), **met, **eps_metrics}
+    return gradient, {**_losses(losses), **met, **eps_metrics}, eps_metrics[NO_PERTURBATION]
 
-  def unperturbed() -> tuple[Params, Metrics]:
+  def unperturbed() -> tuple[Params, Metrics, jax.Array]:
     loss, gradient = (met["train/loss"], g) if g is not None else passes.plain()[:2]
     shape = jax.eval_shape(perturbed)[1]
     losses = {name: loss for name in shape if name.startswith("train/")}
-    return gradient, {**jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape), **losses}
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
+    return gradient, {**zeros, **losses}, jnp.ones_like(zeros[NO_PERTURBATION])
 
   if isinstance(rho, float):
-    gradient, metrics = perturbed()
+    gradient, metrics, share = perturbed()
   else:  # where a schedule says 0 the second pass is not executed
-    gradient, metrics = jax.lax.cond(rho > 0, perturbed, unperturbed)
-  return Estimate(gradient, g, metrics)
+    gradient, metrics, share = jax.lax.cond(rho > 0, perturbed, unperturbed)
+  return Estimate(gradient, g, metrics, share)
 
 
 def estimate_by_group(

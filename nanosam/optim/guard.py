@@ -36,23 +36,23 @@ class Verdict(NamedTuple):
 
 def judge(guard: Any, estimated: Estimate, counts: Counts) -> Verdict:
   """`guard` is the config's; a run that is to abort stays where the trouble began."""
-  unperturbed = estimated.metrics.get(NO_PERTURBATION, jnp.ones(())) > 0
   loss = estimated.metrics.get("train/loss", jnp.zeros(()))
   loss_perturbed = estimated.metrics.get("train/loss_perturbed", jnp.zeros(()))
   norms = norms_by_group(estimated.gradient)
   good = jnp.isfinite(optax.tree.norm(norms)) & jnp.isfinite(loss_perturbed)
-  first_good = jnp.isfinite(loss) & (good | ~unperturbed)
+  first_good = jnp.isfinite(loss) & (good | (estimated.unperturbed == 0))
   second_bad = first_good & ~good
   gradient, accept = estimated.gradient, first_good & good
   if guard.perturbed == "plain" and estimated.plain is not None:
     gradient = jax.tree.map(
       lambda x, plain: jnp.where(second_bad, plain, x), gradient, estimated.plain
     )
-    norms, accept = norms_by_group(gradient), first_good
+    norms = norms_by_group(gradient)
+    accept = first_good & jnp.isfinite(optax.tree.norm(norms))
   counts = Counts(
     counts.nonfinite + ~first_good,
     counts.perturbed_nonfinite + second_bad,
-    counts.no_perturbation + (unperturbed & (NO_PERTURBATION in estimated.metrics)),
+    counts.no_perturbation + (estimated.metrics.get(NO_PERTURBATION, jnp.zeros(())) > 0),
   )
   return Verdict(gradient, norms, accept & ~must_abort(guard, counts), counts)
 

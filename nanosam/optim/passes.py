@@ -32,8 +32,6 @@ class Net(NamedTuple):
   hidden_perturbed: Hidden  # the same, in the compute type of the second pass
   chunk: int  # of the head
   residual: str  # store | recompute | auto
-  # theta' as the layers of the second pass read it: what they would round is rounded already
-  read: Callable[[Params], Params] = lambda params: params
 
 
 class Kept(NamedTuple):
@@ -87,7 +85,7 @@ class Passes:
   def along(self, path: Path, eps: Params, kept: Kept) -> tuple[Params, dict[str, jax.Array]]:
     """The path's terms, summed, and the losses met on the way, by site."""
     # Once for all microbatches: nothing else of the perturbation has to live beside them.
-    theta = self.net.read(jax.tree.map(jnp.add, self.params, eps)) if path.uses(THERE) else None
+    theta = jax.tree.map(jnp.add, self.params, eps) if path.uses(THERE) else None
 
     def one(x: tuple[Batch, Kept]):
       micro, kept = x
