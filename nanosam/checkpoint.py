@@ -160,9 +160,6 @@ class Checkpoints:
     _check(restored["state"], abstract_state, wanted)
     return Restored(step, restored["state"], run)
 
-  def restore_params(self, abstract_params: Any, step: int) -> Any:
-    return self.restore_parts({"params": abstract_params}, step)["params"]
-
   def restore_parts(self, target: dict[str, Any], step: int) -> dict[str, Any]:
     """Some of the state's fields: the others are not read."""
     args = ocp.args.Composite(state=_arrays(target, partial=True), run=ocp.args.JsonRestore())

@@ -162,7 +162,6 @@ def paper(size: str, method: str) -> ml_collections.ConfigDict:
   """What all of the paper's runs share, with what each size needs to fit its devices."""
   c = default(size=size, method=method)
   c.data.source = "tokens:data/c4"
-  c.mesh.data, c.mesh.fsdp = 1, -1
   c.model.remat = size in ("42.5M", "117.9M", "1208M")
   if size == "1208M":
     c.model.scan_layers = True  # one compiled layer instead of six

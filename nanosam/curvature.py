@@ -107,7 +107,7 @@ def taus(passes: Passes, d: Params) -> Taus:
 def unit_direction(
   along: Direction, g: Params, params: Params, moments: Moments, opt: Hashable
 ) -> Params:
-  """Where a method perturbs to, of length 1: a tau does not depend on the length."""
+  """Where a method perturbs to if it may move all parameters; of length 1, which no tau sees."""
   vector = along.ray(g, params, moments, opt).vector
   return direction.perturbation(direction.Ray(vector, optax.tree.norm(vector)), 1.0)[0]
 
@@ -196,7 +196,7 @@ class Surface:
       return {k: unit_direction(along, g, params, moments, opt) for k, along in kinds.items()}
 
   def taus(self, params: Params, moments: Moments, opt: Any) -> list[dict[str, Taus]]:
-    """For each batch, as a step on it would see them, by direction."""
+    """For each batch, by direction."""
     found = []
     with self.exactly():
       for batch in self.batches:

@@ -261,13 +261,13 @@ class Run:
   def log(self, pending: Pending) -> None:
     """Reads a finished step: the guard's verdict, the cost, and now and then a record."""
     step, metrics = pending.step, jax.device_get(pending.metrics)
-    tokens = int(metrics.pop("tokens"))
+    tokens = metrics.pop("tokens")
     if not watch.check(self.c.guard, metrics):
       raise self.bad_step(pending, metrics)
     loss = float(metrics.get("train/loss", metrics.get("train/loss_perturbed")))
     if spike := self.spikes.update(loss):
       self.say(f"warning: step {step}: {spike}")
-    self.meter.step(tokens, self.flops[bool(metrics["opt/rho"] > 0)])
+    self.meter.step(int(tokens), self.flops[bool(metrics["opt/rho"] > 0)])
     if step % self.c.log_every_steps == 0 or step in (1, self.c.opt.num_train_steps):
       if self.checkpoints:
         self.checkpoints.check()  # a save that failed in the background

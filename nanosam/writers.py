@@ -4,8 +4,9 @@ metrics.jsonl is the record of truth: written in the caller's thread, and a fail
 an error. The others are for watching: each lives in a thread of its own, and may fail or hang
 without stopping or slowing the run.
 
-The record of step s describes the state after s updates. A run that resumes from the checkpoint of
-step R keeps the records with step <= R and writes the later ones anew.
+The record of step s stands beside the state after s updates: its evaluation is of that state, its
+loss, norms and rates are those that the s-th update was made with. A run that resumes from the
+checkpoint of step R keeps the records with step <= R and writes the later ones anew.
 """
 
 import contextlib

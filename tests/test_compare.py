@@ -190,7 +190,7 @@ def test_half_written_diverged_and_damaged_runs_each_have_a_line(tmp_path):
     "begun holds no run",
   ):
     assert words in text
-  report = compare.compare(found)
+  report = compare.compare([r for r in found if r.path != skipped])
   assert report.group("sam").mean == np.inf and report.group("sam").difference is None
   json.dumps(strict_json(report.to_json()), allow_nan=False)
 

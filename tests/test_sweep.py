@@ -67,7 +67,7 @@ def test_each_job_has_its_share_of_the_devices():
   four = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
   assert launcher.share_of_devices(1, 2, four) == {"CUDA_VISIBLE_DEVICES": "1,3"}
   assert launcher.share_of_devices(0, 1, four) == launcher.share_of_devices(1, 2, {}) == {}
-  with pytest.raises(UsageError, match="--jobs=5"):
+  with pytest.raises(UsageError, match="too few for 5 at a time"):
     launcher.share_of_devices(0, 5, four)
 
 

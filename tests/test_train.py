@@ -113,7 +113,7 @@ def test_a_finished_record_without_checkpoints_is_not_overwritten(commands, whol
   workdir = tmp_path / "run"
   shutil.copytree(whole, workdir, ignore=shutil.ignore_patterns("checkpoints"))
   before = content(workdir)
-  outcome = commands.train(workdir, "--config.checkpoint=False")
+  outcome = commands.train(workdir, checkpoint=False)
   assert outcome.code == 1
   outcome.says_in_one_line("record of a finished run", "another workdir")
   assert content(workdir) == before

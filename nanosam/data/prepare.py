@@ -45,9 +45,11 @@ from nanosam.data.inputs import Plan, changes, make_plan
 from nanosam.data.store import MANIFEST, TOKENIZER
 from nanosam.data.tokenizer import MODEL_TYPES, Tokenizer
 from nanosam.errors import Interrupted, UsageError, UserError
+from nanosam.progress import Progress, duration
 
 _UNFINISHED = "unfinished"
 _COMPLETE = "complete.json"
+_PAUSE = 0.5  # seconds between two looks at the workers
 
 
 def main(argv: list[str]) -> None:
@@ -244,7 +246,7 @@ def _work(out: Path, plan: Plan, rules: Rules, tokenizer: Path, workers: int) ->
   def collect(at_most: int) -> None:
     while len(pending) > at_most:
       done, _ = concurrent.futures.wait(
-        pending, timeout=progress.pause, return_when=concurrent.futures.FIRST_COMPLETED
+        pending, timeout=_PAUSE, return_when=concurrent.futures.FIRST_COMPLETED
       )
       for future in done:
         stored_bytes = pending.pop(future)
@@ -270,9 +272,8 @@ class _Progress:
   def __init__(self, total_bytes: int):
     self._total, self._done, self._skipped = total_bytes, 0, 0
     self._documents = 0
-    self._started = self._shown = time.monotonic()
-    self._live = sys.stderr.isatty()
-    self.pause = 0.5 if self._live else 10.0
+    self._started = time.monotonic()
+    self._line = Progress(0)
 
   def add(self, documents: int, stored_bytes: int) -> None:
     self._documents += documents
@@ -282,22 +283,18 @@ class _Progress:
     self._skipped += stored_bytes
 
   def show(self) -> None:
-    now = time.monotonic()
-    if self._done and now - self._shown >= self.pause:
-      self._shown = now
-      seconds = now - self._started
-      left = (self._total - self._skipped - self._done) * seconds / self._done
-      percent = 100 * (self._skipped + self._done) / self._total
-      line = (
-        f"{percent:.0f}%  {self._documents:,} documents  {self._documents / seconds:,.0f} "
-        f"documents/s  {round(left) // 60}m{round(left) % 60:02}s left"
-      )
-      end = "" if self._live else "\n"
-      print(f"\r{line}\x1b[K" if self._live else line, file=sys.stderr, end=end, flush=True)
+    if not self._done:
+      return
+    seconds = time.monotonic() - self._started
+    left = (self._total - self._skipped - self._done) * seconds / self._done
+    percent = 100 * (self._skipped + self._done) / self._total
+    self._line.status(
+      f"{percent:.0f}%  {self._documents:,} documents  {self._documents / seconds:,.0f} "
+      f"documents/s  {duration(left)} left"
+    )
 
   def close(self) -> None:
-    if self._live:
-      print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    self._line.close()
 
 
 if __name__ == "__main__":
