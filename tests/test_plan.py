@@ -172,3 +172,17 @@ def test_a_paper_size_fits_its_chips():
   assert facts["device_kind"] == "TPU v5 lite" and facts["devices"] == 4
   # Twice the parameters in bf16 for each of two passes: forward, and back.
   assert facts["collective_bytes_by_kind"]["all-gather"] <= 1.15 * 2 * 2 * 2 * facts["parameters"]
+
+
+@pytest.mark.full
+def test_the_largest_size_fits_eight_chips_and_a_second_pass_takes_hardly_more():
+  adamw, twice = (
+    planned(f"{PAPER}:size=1208M,method={method}", "--topology=v5e:2x4")
+    for method in ("adamw", "precond_func_sam")
+  )
+  assert twice["fits"] and twice["peak_bytes_per_device"] <= 12 * GIB
+  assert twice["peak_bytes_per_device"] <= 1.05 * adamw["peak_bytes_per_device"]
+  assert twice["flops_per_device"] <= 2.05 * adamw["flops_per_device"]
+  # The parameters in bf16, for each pass: forward, again for the recomputation, and back.
+  gathered = twice["collective_bytes_by_kind"]["all-gather"]
+  assert gathered <= 1.15 * 3 * 2 * 2 * twice["parameters"]
