@@ -229,6 +229,19 @@ def test_two_processes_train_as_one_does(pair, whole):
 
 
 @pytest.mark.full
+def test_two_processes_measure_tau_as_one_does(commands, tmp_path):
+  finish(commands, tmp_path / "two", diagnostics__every=8)
+  assert commands.train(tmp_path / "one", diagnostics__every=8).code == 0
+  one, two = (
+    [r for r in read_metrics(tmp_path / name / "metrics.jsonl") if "tau/logit" in r]
+    for name in ("one", "two")
+  )
+  assert [r["step"] for r in two] == [0, 8, 16]
+  for a, b in zip(one, two, strict=True):
+    assert b == pytest.approx(a, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.full
 def test_every_method_gives_the_same_on_two_processes(tmp_path):
   from cluster_methods import train
 
