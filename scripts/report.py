@@ -159,7 +159,9 @@ def run_table(runs: list[Run]) -> Table:
 def read_experiments(folders: list[pathlib.Path]) -> tuple[list[Section], list[str]]:
   """A section for each results.json below the folders, and a line for each that cannot be used."""
   sections, notes = [], []
-  for number, path in enumerate(sorted({p for f in folders for p in f.rglob(RESULTS_FILE)})):
+  paths = {p for f in folders for p in f.rglob(RESULTS_FILE)}
+  tables_first = sorted(paths, key=lambda p: (p.parent.name.startswith("fig"), p))
+  for number, path in enumerate(tables_first):
     try:
       sections.append(experiment(json.loads(path.read_text()), f"experiment{number}"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
@@ -176,21 +178,25 @@ def experiment(results: dict[str, Any], name: str) -> Section:
   stands_for = {s.label: s.paper for s in protocol.EXPERIMENTS[title].settings[scale]}
   published = results["paper"] if isinstance(results["paper"], dict) else {}
   blocks: list[Block] = []
+  if isinstance(results["paper"], str):
+    blocks.append(Text(results["paper"]))
   for number, (label, report) in enumerate(results["settings"].items()):
     paper = published.get(stands_for.get(label, ""), {})
-    figure = differences_figure(report, paper, f"{name}-{number}")
     more = [
       Folded(what, comparison_blocks(what, extra))
       for what, extra in results["more"].get(label, {}).items()
     ]
     caption = "Eval loss" + (f", beside the paper's ({stands_for[label]})" if paper else "")
-    parts = [*comparison_blocks(caption, report, paper), Figures(figure)]
-    parts += measured_blocks(results, label, stands_for.get(label, ""), f"{name}-{number}")
-    blocks.append(Section(label, [*parts, *more, *tried(report)]))
-  if not any(stands_for.values()):
+    losses: list[Block] = comparison_blocks(caption, report, paper)
+    if title.startswith("fig"):
+      where = Text("Its curves, if it has any, are among those of the runs below.")
+      losses = [where, Folded(caption, losses)]
+    else:
+      losses.append(Figures(differences_figure(report, paper, f"{name}-{number}")))
+    measured = measured_blocks(results, label, stands_for.get(label, ""), f"{name}-{number}")
+    blocks.append(Section(label, [*losses, *measured, *more, *tried(report)]))
+  if published and not any(stands_for.values()):
     blocks.append(Grid("The paper's losses", published_table(published)))
-  if isinstance(results["paper"], str):
-    blocks.append(Text(results["paper"]))
   return Section(f"{title}, {scale}", blocks)
 
 
