@@ -1,7 +1,10 @@
 """Every test sees eight CPU devices; meshes take as many of them as they want."""
 
 import os
+import signal
 
+# A shell ignores ctrl-C on behalf of what it runs in the background; processes of ours must hear it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Little optimization: the programs are tiny, compiling them is what takes the time.
 os.environ.setdefault(
   "XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
