@@ -3,8 +3,6 @@
 import os
 import signal
 
-# A shell ignores ctrl-C on behalf of what it runs in the background; processes of ours must hear it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 # Little optimization: the programs are tiny, compiling them is what takes the time.
 os.environ.setdefault(
   "XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -18,6 +16,9 @@ from training import Commands
 
 from nanosam import config as config_lib
 from nanosam.data.batch import Batch
+
+# A shell ignores ctrl-C on behalf of what it runs in the background; processes of ours must hear it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
