@@ -17,7 +17,7 @@ from training import Commands
 from nanosam import config as config_lib
 from nanosam.data.batch import Batch
 
-# A shell ignores ctrl-C on behalf of what it runs in the background; processes of ours must hear it.
+# A shell ignores ctrl-C on behalf of what it runs in the background; our processes must hear it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
