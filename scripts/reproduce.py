@@ -140,7 +140,7 @@ def run_stage(lab: Lab, stage: str, args: argparse.Namespace, argv: list[str]) -
   outcomes = launcher.execute(planned, args.backend, args.jobs, say, done=ends)
   lab.forget()
   say(launcher.table(planned, outcomes))
-  rest = {k: v for k, v in outcomes.items() if v not in ends}
+  rest = {k: v for k, v in outcomes.items() if v != runs.DIVERGED}
   launcher.check_outcomes(rest, shlex.join(["python", *argv]))
   return set(outcomes.values())
 
