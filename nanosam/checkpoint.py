@@ -107,9 +107,6 @@ class Checkpoints:
     steps = (path for path in self._folder.iterdir() if path.name.isdigit())
     return sorted(int(path.name) for path in steps if ocp.utils.is_checkpoint_finalized(path))
 
-  def best_step(self) -> int | None:
-    return self._manager.best_step() if self.steps() else None
-
   def save(
     self,
     step: int,
