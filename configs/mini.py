@@ -40,7 +40,7 @@ def get_config(arg=None):
     tied=True,
     vocab_size=1024,
   )
-  c = config.default(size="mini", method=args["method"])
+  c = config.default(method=args["method"])
   c.workdir = f"runs/mini-{args['width']}-{args['method']}"
   c.model.update(D=args["width"], H=args["width"] // HEAD_WIDTH, N=DEPTH, L=args["length"])
   c.model.activation, c.model.dtype, c.model.tied = args["activation"], args["dtype"], args["tied"]

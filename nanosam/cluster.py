@@ -24,7 +24,7 @@ import jax
 from jax._src.clusters import ClusterEnv  # the detection of jax.distributed.initialize, which
 from jax.experimental import multihost_utils  # does not say what it found before it connects
 
-from nanosam.errors import Interrupted, UsageError, UserError
+from nanosam.errors import Interrupted, UsageError, UserError, first_line, say
 from nanosam.hub import Hub, Line, listen
 from nanosam.signals import StopRequest
 
@@ -116,9 +116,9 @@ class Member(Hosts):
       time.sleep(_GRACE)  # if a peer's death is the reason, this process ends here
       traceback.print_exception(error)
     self.broken = self._leaving = True
-    line = str(error).strip().split("\n")[0] or type(error).__name__
+    line = first_line(error)
     with contextlib.suppress(OSError):  # a full disk, perhaps, is what failed
-      print(f"nanosam: {line}", file=sys.stderr, flush=True)
+      say(line)
     self._line.send(failed=line, code=_code(error))
     self._over.wait(5)  # until the others know
 
@@ -239,6 +239,6 @@ def _code(error: BaseException) -> int:
 
 def _exit(text: str, code: int) -> None:
   if text:
-    print(f"nanosam: {text}", file=sys.stderr, flush=True)
+    say(text)
   sys.stdout.flush()
   os._exit(code)

@@ -34,8 +34,8 @@ from nanosam import errors, paired, tables
 from nanosam.command import Parser
 from nanosam.comparable import check_comparable
 from nanosam.errors import UsageError, UserError
+from nanosam.files import strict_json
 from nanosam.runs import DIVERGED, FINISHED, Run, find_runs
-from nanosam.workdir import strict_json
 
 AXES = {"steps": "step", "compute": "compute", "time": "time"}  # view: field of an eval record
 

@@ -77,7 +77,9 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   o.b2 = 0.98  # second moment (adamw, muon's Adam part), lion's slow average
   o.eps = 1e-9  # in Adam's denominator
   o.muon_beta = 0.95
+  o.muon_rms = 0.2  # of its updates: like AdamW's, so that they can share a learning rate
   o.adafactor_decay = 0.8
+  o.adafactor_clip = 1.0  # RMS of a parameter's update, at most
   o.clip_by_global_norm = 0.0  # 0 = off
 
   o.rho = 0.05  # radius of the perturbation (adamw has none)
@@ -181,8 +183,9 @@ def parameter_counts(c: ml_collections.ConfigDict, vocab_size: int) -> dict[str,
 
 # Keys that may differ between a run and its continuation: they do not change the result.
 FREE_KEYS = re.compile(
-  r"workdir|log_every_steps|checkpoint.*|max_to_keep|allow_changed_keys|compilation_cache|deterministic|profile_steps|tensorboard|wandb\..*|mesh\..*|cluster\..*|"
-  r"diagnostics\..*|grad_accumulation_steps|model\.remat|data\.(workers|prefetch|cache_dir|data_dir)"
+  r"workdir|log_every_steps|checkpoint.*|max_to_keep|allow_changed_keys|compilation_cache|"
+  r"deterministic|profile_steps|tensorboard|wandb\..*|mesh\..*|cluster\..*|diagnostics\..*|"
+  r"grad_accumulation_steps|model\.remat|data\.(workers|prefetch|cache_dir|data_dir)"
 )
 
 
@@ -297,8 +300,9 @@ def from_command_line(argv: list[str]) -> ml_collections.ConfigDict:
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-  """Keys that change the result and differ, as `key: old -> new`."""
-  old, new = flat(old), flat(new)
+  """Keys that change the result and differ, as `key: old -> new`; those younger than the old config
+  had their default."""
+  old, new = {**flat(default()), **flat(old)}, flat(new)
   return [
     f"{key}: {old.get(key)} -> {new.get(key)}"
     for key in sorted({*old, *new})

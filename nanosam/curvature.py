@@ -25,7 +25,7 @@ from nanosam.data.batch import Batch
 from nanosam.model import Params, unembedding
 from nanosam.optim import direction, registry
 from nanosam.optim.direction import Direction, Moments
-from nanosam.optim.passes import Kept, Net, Passes, sweep
+from nanosam.optim.passes import Kept, Net, Passes, accumulate
 from nanosam.step import make_net
 
 HESSIAN, GAUSS_NEWTON, FUNCTIONAL = registry.full, registry.logit, registry.functional
@@ -71,7 +71,7 @@ def quadratic_forms(passes: Passes, z: Params) -> Forms:
     )
     return Forms(*forms), None
 
-  return sweep(one, passes.micros(), passes.microbatches)[0]
+  return accumulate(one, passes.micros(), passes.microbatches)[0]
 
 
 def rademacher(key: jax.Array, like: Params) -> Params:

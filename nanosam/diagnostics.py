@@ -12,17 +12,17 @@ from nanosam.step import Trainer, TrainState
 TAU = "tau/logit"  # is in every record of a measurement
 
 
-def validation_rows(source: Source, c: Any, rows: int) -> Batch:
-  """The first `rows` rows of the validation split, all of them full."""
+def validation_rows(source: Source, c: Any, rows: int, fewer: str) -> Batch:
+  """The first `rows` rows of the validation split, all full; `fewer` says how to ask for less."""
   # A source gives whole documents, as many as fit: so ask for more rows, and cut.
   most = max(2 * rows, c.eval_steps * c.eval_batch_size)
   found = source.validation(L=c.model.L, rows=most, mask_documents=c.data.mask_documents).batch
   if len(found.inputs_BxL) < rows:
     raise UsageError(
       f"{rows} sequences of {c.model.L} tokens were asked for, but {c.data.source} has "
-      f"{len(found.inputs_BxL)} for validation: use a smaller batch, or fewer"
+      f"{len(found.inputs_BxL)} for validation: {fewer}"
     )
-  return Batch(*(x if x is None else x[:rows] for x in found))
+  return found.rows(slice(rows))
 
 
 class Diagnostics:
@@ -31,7 +31,9 @@ class Diagnostics:
   def __init__(self, trainer: Trainer, source: Source):
     c = trainer.config
     net = exact_net(c, source.tokenizer.vocab_size)
-    batch = validation_rows(source, c, c.diagnostics.batch_size)
+    batch = validation_rows(
+      source, c, c.diagnostics.batch_size, fewer="lower diagnostics.batch_size"
+    )
     self._opt = c.opt
     self._surface = Surface(net, [batch], trainer.mesh, c.grad_accumulation_steps)
 

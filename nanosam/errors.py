@@ -1,5 +1,6 @@
 """Errors that are the user's to mend, and the one place that prints them."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -22,10 +23,23 @@ class Interrupted(UserError):
   exit_code = 75  # EX_TEMPFAIL
 
 
+def first_line(error: BaseException) -> str:
+  return (str(error).strip() or type(error).__name__).split("\n")[0]
+
+
+def say(line: str) -> None:
+  """To stderr, marked as ours: launchers look for such lines in logs."""
+  print(f"nanosam: {line}", file=sys.stderr, flush=True)
+
+
 def run(main: Callable[[list[str]], None]) -> None:
   """Runs a command line; turns a UserError into one line on stderr and its exit code."""
   try:
     main(sys.argv)
   except UserError as e:
-    print(f"nanosam: {e}", file=sys.stderr, flush=True)
+    say(str(e))
     sys.exit(e.exit_code)
+  except BrokenPipeError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try again
+    say("stopped: nobody reads the output any more")
+    sys.exit(UserError.exit_code)

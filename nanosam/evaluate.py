@@ -18,12 +18,12 @@ from jax.sharding import Mesh
 
 from nanosam import errors, head, sharding
 from nanosam.data.batch import Batch, EvalSet
-from nanosam.data.pipeline import source_of
+from nanosam.data.pipeline import eval_set, source_of
 from nanosam.errors import UsageError
+from nanosam.files import write_atomically
 from nanosam.model import Params, unembedding
 from nanosam.optim.passes import Net
 from nanosam.restore import Arguments, Loaded, load_run
-from nanosam.workdir import write_atomically
 
 
 class Evaluation(NamedTuple):
@@ -70,6 +70,10 @@ def row_sums(net: Net, params: Params, batch: Batch) -> tuple[jax.Array, jax.Arr
   return jnp.sum(nll_BxL * batch.weights_BxL, 1), jnp.sum(batch.weights_BxL, 1)
 
 
+class Stopped(Exception):
+  """An evaluation was not finished, as asked."""
+
+
 class Evaluator:
   """Evaluates parameters; the result depends on neither the batch size nor the devices."""
 
@@ -80,8 +84,8 @@ class Evaluator:
 
     self._sums = jax.jit(functools.partial(row_sums, net), out_shardings=sharding.replicated(mesh))
 
-  def __call__(self, params: Params, stop: Any = False) -> Evaluation | None:
-    """None if `stop` became true on the way."""
+  def __call__(self, params: Params, stop: Any = False) -> Evaluation:
+    """Raises Stopped if `stop` becomes true on the way."""
     parts = []
     with jax.set_mesh(self._mesh):
       for batch in self._batches():
@@ -89,7 +93,7 @@ class Evaluator:
         if len(parts) > 1:
           jax.block_until_ready(parts[-2])  # one batch ahead, no more: memory, and a prompt stop
         if stop:
-          return None
+          raise Stopped
     nll_R, weight_R = (
       np.concatenate(x).astype(np.float64) for x in zip(*jax.device_get(parts), strict=True)
     )
@@ -103,16 +107,15 @@ class Evaluator:
     padded = jax.tree.map(lambda x: np.pad(x, ((0, padding), (0, 0))), self._data.batch)
     for first in range(0, rows, self._batch_size):
       mine = slice(first + local.start, first + local.stop)
-      yield sharding.to_devices(Batch(*(x if x is None else x[mine] for x in padded)), self._mesh)
+      yield sharding.to_devices(padded.rows(mine), self._mesh)
 
 
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
   run = load_run(args.workdir, args.step)
   name = args.source or run.config.data.source
-  data = _eval_set(run, name)
+  data = _data(run, name)
   evaluation = Evaluator(run.net, data, run.config.eval_batch_size, run.mesh)(run.params)
-  assert evaluation is not None  # nobody asked it to stop
   rows = len(data.batch.inputs_BxL)
   if args.json:
     facts = {"step": run.step, "source": name, "sequences": rows, "documents": data.documents}
@@ -128,8 +131,8 @@ def parser() -> Arguments:
   return p
 
 
-def _eval_set(run: Loaded, name: str) -> EvalSet:
-  """As many rows of the source's validation split as the run evaluates on."""
+def _data(run: Loaded, name: str) -> EvalSet:
+  """As many rows of another source as the run evaluates on."""
   c = run.config
   source = source_of(c.data, name)
   theirs, ours = source.tokenizer.sha256, run.source.tokenizer.sha256
@@ -138,8 +141,7 @@ def _eval_set(run: Loaded, name: str) -> EvalSet:
       f"{name} was made with another tokenizer ({theirs[:12]}, the run has {ours[:12]}): the "
       "model does not know its tokens. Prepare that text again with the run's tokenizer"
     )
-  rows = c.eval_steps * c.eval_batch_size
-  return source.validation(L=c.model.L, rows=rows, mask_documents=c.data.mask_documents)
+  return eval_set(source, c)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ class ModelConfig:
   N: int
   F: int
   V: int
-  activation: str = "gelu"
-  tied: bool = True
-  dtype: Any = jnp.float32
-  remat: bool = False
-  scan_layers: bool = False
-  attention: str = "plain"
+  activation: str
+  tied: bool
+  dtype: Any
+  remat: bool
+  scan_layers: bool
+  attention: str
 
   @property
   def wide(self) -> Any:

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from nanosam import errors, plots
+from nanosam.data.pipeline import eval_set
 from nanosam.errors import UsageError
 from nanosam.evaluate import Evaluator
+from nanosam.files import write_json
 from nanosam.model import Params
 from nanosam.optim.base import matching
 from nanosam.progress import Progress
 from nanosam.restore import Arguments, Loaded, load_run, numbers, results_folder
-from nanosam.workdir import write_json
 
 FILE = "prune.json"
 
@@ -74,16 +75,12 @@ def check(args: argparse.Namespace) -> None:
 def curve(run: Loaded, workdir: str, args: argparse.Namespace) -> dict[str, Any]:
   """Eval loss by sparsity, of one run."""
   c = run.config
-  data = run.source.validation(
-    L=c.model.L, rows=c.eval_steps * c.eval_batch_size, mask_documents=c.data.mask_documents
-  )
-  evaluator = Evaluator(run.net, data, c.eval_batch_size, run.mesh)
+  evaluator = Evaluator(run.net, eval_set(run.source, c), c.eval_batch_size, run.mesh)
   chosen = matching(run.params, args.params, "--params")
   progress, points = Progress(0), []
   for i, sparsity in enumerate(sorted(set(args.sparsity)), 1):
     pruned, share = prune(run.params, chosen, sparsity)
     evaluation = evaluator(pruned)
-    assert evaluation is not None  # nobody asked it to stop
     points.append(
       {
         "sparsity": sparsity,

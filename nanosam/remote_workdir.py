@@ -19,7 +19,6 @@ import re
 import secrets
 import shutil
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from etils import epath
 
 from nanosam.cluster import Hosts
 from nanosam.data.pipeline import default_cache_dir
-from nanosam.errors import UsageError, UserError
+from nanosam.errors import UsageError, UserError, say
 from nanosam.workdir import Workdir, claim, create
 from nanosam.writers import METRICS_FILE
 
@@ -82,7 +81,7 @@ class Folder:
     except UserError:
       raise
     except ImportError as e:
-      raise UsageError(f"{self.uri} needs another package: pip install 'nanosam[gcs]'") from e
+      raise UsageError(f"{self.uri} needs another package: pip install -e '.[gcs]'") from e
     except Exception as e:  # of the client, of its transport, of the credentials
       text = str(e).strip() or type(e).__name__
       told = re.search(r'"message": *"([^"]+)"', text)  # by the store, amid the request's details
@@ -117,11 +116,9 @@ class Lease:
     generation, owner = self._read()
     if not generation or owner["token"] == before:
       return generation
-    print(
-      f"nanosam: {self._folder.uri} was last used on {owner['host']}; waiting "
-      f"{TAKE_OVER_AFTER:g} s to see whether that run is alive ...",
-      file=sys.stderr,
-      flush=True,
+    say(
+      f"{self._folder.uri} was last used on {owner['host']}; waiting {TAKE_OVER_AFTER:g} s to see "
+      "whether that run is alive ..."
     )
     deadline = time.monotonic() + TAKE_OVER_AFTER
     while time.monotonic() < deadline:

@@ -85,7 +85,9 @@ def local_rows(mesh: Mesh, batch_size: int) -> range:
   slices = [index[0] for index in indices.values() if index is not None]
   rows = sorted({i for s in slices for i in range(*s.indices(batch_size))})
   if rows != list(range(rows[0], rows[-1] + 1)):
-    raise UsageError("this mesh gives a process scattered rows of the batch; reorder the devices")
+    raise UsageError(
+      "this mesh gives a process scattered rows of the batch; choose another mesh.data"
+    )
   return range(rows[0], rows[-1] + 1)
 
 

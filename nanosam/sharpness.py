@@ -22,15 +22,15 @@ import optax
 
 from nanosam import curvature, errors, plots
 from nanosam.curvature import GAUSS_NEWTON, HESSIAN, Surface
-from nanosam.data.batch import Batch, EvalSet
+from nanosam.data.batch import EvalSet
 from nanosam.diagnostics import validation_rows
 from nanosam.errors import UsageError
 from nanosam.evaluate import Evaluator
+from nanosam.files import write_json
 from nanosam.model import Params
 from nanosam.progress import Progress, duration
 from nanosam.restore import Arguments, Loaded, load_run, numbers, results_folder
 from nanosam.spectrum import LARGEST, SMALLEST, Lanczos, Mean, converge, hutchinson, mean
-from nanosam.workdir import write_json
 
 FILE = "sharpness.json"
 KEEP_BYTES = 2**29  # Lanczos keeps all its vectors where they fit in this
@@ -139,16 +139,15 @@ class Measurement:
   def __init__(self, run: Loaded, args: argparse.Namespace, countdown: Countdown):
     c, size = run.config, args.batch_size or run.config.batch_size
     self._run, self._args, self._countdown = run, args, countdown
-    rows = validation_rows(run.source, c, args.batches * size)
-    batches = [
-      Batch(*(x if x is None else x[i : i + size] for x in rows))
-      for i in range(0, args.batches * size, size)
-    ]
-    self.sequences, self.tokens = len(rows.inputs_BxL), int(rows.weights_BxL.sum())
+    data = validation_rows(
+      run.source, c, args.batches * size, fewer="lower --batches or --batch_size"
+    )
+    batches = [data.rows(slice(i, i + size)) for i in range(0, args.batches * size, size)]
+    self.sequences, self.tokens = len(data.inputs_BxL), int(data.weights_BxL.sum())
     net = curvature.exact_net(c, run.source.tokenizer.vocab_size)
     microbatches = -(-size * c.grad_accumulation_steps // c.batch_size)
     self._surface = Surface(net, batches, run.mesh, microbatches)
-    self._evaluator = Evaluator(net, EvalSet(rows, 0, 0), -(-size // microbatches), run.mesh)
+    self._evaluator = Evaluator(net, EvalSet(data, 0, 0), -(-size // microbatches), run.mesh)
     self._keys = iter(jax.random.split(jax.random.key(args.seed), 3 + args.directions))
     self._evaluations = 0
     self.loss, self.gradient = self._surface.gradient(run.params)
@@ -249,7 +248,6 @@ class Measurement:
     for distance in distances:
       with self._surface.exactly():
         evaluation = self._evaluator(_moved(self._run.params, d, distance))
-      assert evaluation is not None  # nobody asked it to stop
       found.append(evaluation.loss)
       self._evaluations += 1
       self._countdown.update("losses", LOSS * self._evaluations)

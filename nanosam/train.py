@@ -20,9 +20,9 @@ from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import Checkpoints
 from nanosam.cluster import Hosts, joined
 from nanosam.data.batch import Batch, Reading, batch_hash, combine_hashes
-from nanosam.data.pipeline import Source, merge_states, source_of
+from nanosam.data.pipeline import Source, eval_set, merge_states, source_of
 from nanosam.diagnostics import TAU, Diagnostics
-from nanosam.evaluate import Evaluator
+from nanosam.evaluate import Evaluator, Stopped
 from nanosam.metrics import Cost, Meter
 from nanosam.model import non_embedding_count
 from nanosam.profiling import Profiler
@@ -35,6 +35,10 @@ from nanosam.writers import METRICS_FILE, FanOut, Writer, open_writers, read_met
 
 
 def main(argv: list[str]) -> None:
+  if {"-h", "--help"} & {*argv[1:]}:
+    keys = config_lib.flat(config_lib.default()).items()
+    print(f"{__doc__}\nKeys and their defaults; nanosam/config.py explains each:")
+    return print("\n".join(f"  --config.{key}={value}" for key, value in keys))
   config = config_lib.from_command_line(argv)
   validate(config)
   with StopRequest() as stop, joined(config.cluster, stop) as hosts:
@@ -171,11 +175,8 @@ class Run:
   def start(self) -> None:
     """Compiles the step and opens what the loop writes to."""
     c = self.c
-    eval_rows = c.eval_steps * c.eval_batch_size
-    eval_set = self.source.validation(
-      L=c.model.L, rows=eval_rows, mask_documents=c.data.mask_documents
-    )
-    self.evaluator = Evaluator(self.trainer.net, eval_set, c.eval_batch_size, self.mesh)
+    data = eval_set(self.source, c)
+    self.evaluator = Evaluator(self.trainer.net, data, c.eval_batch_size, self.mesh)
     devices = f"{self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
     self.say(f"{c.opt.method} on {devices}; compiling the step")
     traced = self.trainer.trace()
@@ -189,9 +190,9 @@ class Run:
       "flops_per_step": flops_per_step,
       "data": self.source.fingerprint,
       "eval_set": {
-        "sequences": len(eval_set.batch.inputs_BxL),
-        "documents": eval_set.documents,
-        "bytes": eval_set.bytes,
+        "sequences": len(data.batch.inputs_BxL),
+        "documents": data.documents,
+        "bytes": data.bytes,
       },
     }
     settings, env = config_lib.to_dict(c), workdir_lib.environment(**facts)
@@ -294,8 +295,9 @@ class Run:
 
   def evaluate(self) -> bool:
     """False if it was interrupted: the same command evaluates at this step first."""
-    evaluation = self.evaluator(self.state.params, stop=self.stop)
-    if evaluation is None:
+    try:
+      evaluation = self.evaluator(self.state.params, stop=self.stop)
+    except Stopped:
       return False
     step = self.at.step
     if self.hosts.first:

@@ -38,8 +38,8 @@ AT_LEAST_ONE = """
 NOT_NEGATIVE = """
   seed data_seed head.chunk opt.rho opt.rho_warmup_steps opt.perturb_group opt.asam_eta opt.eps
   opt.peak_learning_rate opt.init_learning_rate opt.final_learning_rate opt.warmup_steps
-  opt.weight_decay opt.clip_by_global_norm guard.max_skips guard.spike data.workers data.prefetch
-  diagnostics.every cluster.num_processes
+  opt.weight_decay opt.clip_by_global_norm opt.muon_rms opt.adafactor_clip guard.max_skips
+  guard.spike data.workers data.prefetch diagnostics.every cluster.num_processes
 """.split()
 BELOW_ONE = ("opt.b1", "opt.b2", "opt.muon_beta", "opt.wsd_decay_fraction")
 REGEXES = ("opt.weight_decay_params", "opt.perturb_params")
@@ -88,7 +88,8 @@ def _sizes(c: ml_collections.ConfigDict) -> None:
   )
   need(
     o.warmup_steps <= o.num_train_steps,
-    f"opt.warmup_steps={o.warmup_steps} is longer than opt.num_train_steps={o.num_train_steps}",
+    f"opt.warmup_steps={o.warmup_steps} is longer than opt.num_train_steps={o.num_train_steps}: "
+    f"set it to {o.num_train_steps // 10}, a tenth",
   )
 
 

@@ -4,7 +4,6 @@ import concurrent.futures
 import fcntl
 import importlib.metadata
 import json
-import math
 import os
 import pathlib
 import platform
@@ -21,7 +20,8 @@ from etils import epath
 from nanosam import config as config_lib
 from nanosam.cluster import Hosts
 from nanosam.data.remote import is_remote
-from nanosam.errors import UsageError, UserError
+from nanosam.errors import UsageError
+from nanosam.files import write_atomically
 
 CONFIG_FILE = "config.json"
 ENVIRONMENT = "environment"  # the one entry of config.json that is not a config key
@@ -188,31 +188,3 @@ def check_unchanged(workdir: pathlib.Path, config: Mapping[str, Any], allowed: b
       f"{workdir} holds a run with other settings ({'; '.join(changed)}). Use another workdir, "
       "restore the settings, or say --config.allow_changed_keys=True"
     )
-
-
-def write_json(path: pathlib.Path, value: Any) -> None:
-  write_atomically(path, json.dumps(strict_json(value), indent=2).encode())
-
-
-def strict_json(value: Any) -> Any:
-  """JSON has no infinity and no NaN: null stands for both."""
-  if isinstance(value, Mapping):
-    return {k: strict_json(v) for k, v in value.items()}
-  if isinstance(value, list | tuple):
-    return [strict_json(v) for v in value]
-  return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_atomically(path: pathlib.Path, content: bytes) -> None:
-  partial = path.with_name(path.name + ".partial")
-  try:
-    with open(partial, "wb") as f:
-      f.write(content)
-      f.flush()
-      os.fsync(f.fileno())
-    os.replace(partial, path)
-  except OSError as e:
-    raise UserError(
-      f"cannot write {path}: {e.strerror or e}; make room or fix the permissions, "
-      "then run the same command again"
-    ) from e

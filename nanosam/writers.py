@@ -15,7 +15,6 @@ import math
 import os
 import pathlib
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +22,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from etils import epath
 
-from nanosam.errors import UsageError, UserError
+from nanosam import errors
+from nanosam.errors import UsageError, UserError, first_line
+from nanosam.files import disk_errors, write_atomically
 from nanosam.tensorboard_events import TensorBoardWriter
 from nanosam.wandb_writer import WandbProcess
 
@@ -57,17 +58,17 @@ def open_writers(
   tensorboard: bool,
   resume_step: int | None,
   close_timeout: float = 30.0,
-  say: Say | None = None,
+  say: Say = errors.say,
 ) -> Writer:
   """Opens every writer of a run (on process 0 only).
 
   `run` may hold name, group, tags, job_type, project, entity (for W&B). `resume_step` is the step
   of the checkpoint the run goes on from; None starts from nothing, and drops older records.
-  `say` shows one line to the user, from any thread; it defaults to stderr.
+  `say` shows one line to the user, from any thread.
   """
   if wandb not in WANDB_MODES:
     raise UsageError(f"unknown W&B mode {wandb!r}: choose one of {', '.join(WANDB_MODES)}")
-  workdir, say = pathlib.Path(workdir), say or _say_on_stderr
+  workdir = pathlib.Path(workdir)
   last_step = -1 if resume_step is None else resume_step
   writers: list[Writer] = [JsonlWriter(workdir / METRICS_FILE, last_step=last_step)]
   if tensorboard:
@@ -92,10 +93,6 @@ def open_writers(
       )
     )
   return FanOut(writers)
-
-
-def _say_on_stderr(text: str) -> None:
-  print(f"nanosam: {text}", file=sys.stderr, flush=True)
 
 
 class FanOut:
@@ -130,7 +127,7 @@ class JsonlWriter:
 
   def __init__(self, path: str | os.PathLike[str], *, last_step: int):
     self._path = pathlib.Path(path)
-    with _disk_errors(self._path):
+    with disk_errors(self._path):
       self._path.parent.mkdir(parents=True, exist_ok=True)
       truncate_after(self._path, last_step)
       self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -138,7 +135,7 @@ class JsonlWriter:
   def write(self, step: int, values: Mapping[str, Value]) -> None:
     record = {"step": step} | {k: _encode(v) for k, v in values.items() if k != "step"}
     line = json.dumps(record, allow_nan=False).encode() + b"\n"
-    with _disk_errors(self._path):
+    with disk_errors(self._path):
       while line:  # one system call, unless the disk takes only a part of the line
         line = line[os.write(self._fd, line) :]
 
@@ -146,19 +143,8 @@ class JsonlWriter:
     """The file holds records only; best and last values can be read off them."""
 
   def close(self, exit_code: int = 0) -> None:
-    with _disk_errors(self._path):
+    with disk_errors(self._path):
       os.close(self._fd)
-
-
-@contextlib.contextmanager
-def _disk_errors(path: pathlib.Path):
-  try:
-    yield
-  except OSError as e:
-    raise UserError(
-      f"cannot write {path}: {e.strerror or e}; make room or fix the permissions, "
-      "then run the same command again"
-    ) from e
 
 
 def _encode(value: Value) -> Value:
@@ -198,14 +184,8 @@ def truncate_after(path: str | os.PathLike[str], step: int) -> None:
   if not path.is_file():
     return
   kept = b"".join(line + b"\n" for line, record in _parse(path) if record["step"] <= step)
-  if kept == path.read_bytes():
-    return
-  temporary = path.with_name(path.name + ".tmp")
-  with open(temporary, "wb") as f:
-    f.write(kept)
-    f.flush()
-    os.fsync(f.fileno())
-  os.replace(temporary, path)
+  if kept != path.read_bytes():
+    write_atomically(path, kept)
 
 
 W = TypeVar("W", bound=Writer)
@@ -277,7 +257,7 @@ class Background(Generic[W]):
       if self._failed:  # given up on by close(), which has said so
         return
       self._failed = True
-      reason = str(e).strip().split("\n")[0] or type(e).__name__
+      reason = first_line(e)
       self._say(f"{self._name} logging is off: {reason}; {METRICS_FILE} is complete")
 
   def close(self, exit_code: int = 0) -> None:

@@ -41,6 +41,8 @@ def main(argv: list[str]) -> None:
     from nanosam.data import benchmark
 
     return benchmark.main(argv[1:])
+  if argv[1:2] in (["-h"], ["--help"]):
+    return print(__doc__)
   if argv[1:2] not in (["step"], ["curvature"]):
     raise errors.UsageError("say what to measure: benchmark.py step, curvature or data")
   args = parser().parse_args(argv[2:])
@@ -212,7 +214,7 @@ def dense_step(trainer: Trainer, params: Any) -> Any:
     params, opt_state = state
 
     def loss_fn(params):
-      h_BxLxD = model.apply({"params": params}, batch.inputs_BxL)
+      h_BxLxD: Any = model.apply({"params": params}, batch.inputs_BxL)
       logits_BxLxV = h_BxLxD.astype(jnp.float32) @ unembedding(params).T
       losses = optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, batch.targets_BxL)
       return jnp.mean(losses)

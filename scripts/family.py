@@ -207,8 +207,8 @@ class Family:
 
   def facts(self) -> Table:
     """What the runs share, or all that they have of it."""
-    keys = ("model.D", "model.N", "model.H", "model.L", "batch_size", "opt.num_train_steps")
-    keys += ("opt.base", "model.dtype", "data.source")
+    keys = "model.D model.N model.H model.L batch_size opt.num_train_steps opt.base".split()
+    keys += ["model.dtype", "data.source"]
     facts = {k: {str(r.keys[k]) for r in self.runs} for k in keys}
     for name in ("parameters", "data", "eval_set", "devices", "git_commit"):
       facts[name] = {json.dumps(r.environment.get(name)) for r in self.runs}

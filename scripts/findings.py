@@ -12,7 +12,7 @@ from protocol import ADAMW, RHO, Lab, Setting
 
 from nanosam import compare, plots, runs, sweep, tables
 from nanosam.errors import UserError
-from nanosam.workdir import write_atomically, write_json
+from nanosam.files import write_atomically, write_json
 
 CONFIDENCE = 0.95
 
@@ -59,7 +59,7 @@ def command(lab: Lab, stage: str) -> str:
 
 def extra_reports(lab: Lab, setting: Setting) -> dict[str, compare.Report]:
   """Equal compute, and a report for each factor that has runs."""
-  more = {}
+  more: dict[str, compare.Report] = {}
   if "compute" in lab.stages:
     more |= equal_compute(lab, setting)
   if "factors" in lab.stages:

@@ -10,7 +10,7 @@ fi
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 
 extras=${1:+[$1]}
-stamp=.venv/.installed
+stamp=.venv/.installed${1:+-$1}
 wanted="$(cat pyproject.toml constraints.txt) extras: $extras"
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
   echo "nanosam: installing into .venv (once) ..." >&2

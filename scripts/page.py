@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from nanosam import plots, tables
+from nanosam.files import write_atomically
 from nanosam.tables import Table
-from nanosam.workdir import write_atomically
 
 FIGURES = "figures"  # their folder, beside the Markdown
 

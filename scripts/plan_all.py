@@ -5,41 +5,55 @@ python scripts/plan_all.py --out=results/plan [--sizes=2M,23.9M] [--methods=adam
 Writes OUT.json and OUT.md after each compile; what is in OUT.json already is not done again.
 """
 
-import argparse
 import json
 import pathlib
 import subprocess
 import sys
 from typing import Any
 
-TOPOLOGIES = {"117.9M": "v5e:2x2", "42.5M": "v5e:2x2", "23.9M": "v5e:2x2", "2M": "v5e:2x2"}
-TOPOLOGIES["1208M"] = "v5e:2x4"
-METHODS = "precond_func_sam,adamw,sam,precond_sam,func_sam,momentum_func_sam"
+from nanosam import errors
+from nanosam.command import Parser
+from nanosam.config import lookup
+from nanosam.errors import UserError
+from nanosam.files import write_atomically, write_json
+from nanosam.optim.registry import METHODS
+
+TOPOLOGIES = {
+  **dict.fromkeys(("117.9M", "42.5M", "23.9M", "2M"), "v5e:2x2"),
+  "1208M": "v5e:2x4",
+}
+PLANNED = "precond_func_sam,adamw,sam,precond_sam,func_sam,momentum_func_sam"
 
 
-def main() -> None:
-  p = argparse.ArgumentParser("scripts/plan_all.py", description=__doc__)
+def main(argv: list[str]) -> None:
+  p = Parser("scripts/plan_all.py", __doc__)
   p.add_argument("--out", required=True, type=pathlib.Path, help="without an ending")
   p.add_argument("--sizes", default=",".join(TOPOLOGIES))
-  p.add_argument("--methods", default=METHODS)
-  args = p.parse_args()
+  p.add_argument("--methods", default=PLANNED)
+  args = p.parse_args(argv[1:])
+  methods, sizes = args.methods.split(","), args.sizes.split(",")
+  for kind, names, known in (("method", methods, METHODS), ("size", sizes, TOPOLOGIES)):
+    for name in names:
+      lookup(kind, name, known)
   file = args.out.with_suffix(".json")
   file.parent.mkdir(parents=True, exist_ok=True)
   rows = json.loads(file.read_text()) if file.exists() else []
-  for method in args.methods.split(","):
-    for size in args.sizes.split(","):
+  for method in methods:
+    for size in sizes:
       if any((row["size"], row["method"]) == (size, method) for row in rows):
         continue
       rows.append({"size": size, **plan(size, method)})
-      file.write_text(json.dumps(rows, indent=2) + "\n")
-      args.out.with_suffix(".md").write_text(table(rows))
+      write_json(file, rows)
+      write_atomically(args.out.with_suffix(".md"), table(rows).encode())
       print(table(rows[-1:]).splitlines()[-1], flush=True)
 
 
 def plan(size: str, method: str) -> dict[str, Any]:
   config = f"--config=configs/fixed_length.py:size={size},method={method}"
   command = [sys.executable, "-m", "nanosam.plan", config, f"--topology={TOPOLOGIES[size]}"]
-  found = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, text=True, check=True)
+  found = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, text=True)
+  if found.returncode:
+    raise UserError(f"{size} with {method} was not planned; the reason stands above")
   return json.loads(found.stdout)
 
 
@@ -56,4 +70,4 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-  main()
+  errors.run(main)

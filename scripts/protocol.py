@@ -35,7 +35,7 @@ import numpy as np
 
 from nanosam import comparable, compare, flops, runs, sharding, sweep
 from nanosam import config as config_lib
-from nanosam.data.pipeline import open_source
+from nanosam.data.pipeline import source_of
 from nanosam.errors import UserError
 from nanosam.step import Trainer
 
@@ -197,10 +197,7 @@ class Lab:
   def vocabulary(self) -> int:
     if self.scale == "paper":
       return config_lib.PAPER_VOCABULARY
-    d = self.config(self.settings[0], ADAMW).data
-    return open_source(
-      d.source, vocab_size=d.vocab_size, cache_dir=d.cache_dir
-    ).tokenizer.vocab_size
+    return source_of(self.config(self.settings[0], ADAMW).data).tokenizer.vocab_size
 
   @functools.cached_property
   def found(self) -> tuple[list[runs.Run], list[str]]:

@@ -11,7 +11,6 @@ what is half-written or damaged is named and left out.
 import io
 import json
 import pathlib
-import sys
 from typing import Any
 
 import measures
@@ -24,7 +23,7 @@ from protocol import ADAMW, SCHEDULE, TUNED
 
 from nanosam import comparable, errors, plots, tables
 from nanosam.command import Parser
-from nanosam.errors import UsageError, UserError
+from nanosam.errors import UsageError, UserError, say
 from nanosam.runs import FINISHED, Run, all_runs, run_id
 from nanosam.tables import Table
 
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> None:
   ]
   Page(title, sections).write(args.out)
   for note in notes:
-    print(f"nanosam: {note}", file=sys.stderr)
+    say(note)
   print(f"written: {args.out / 'report.html'}, {args.out / 'report.md'}", flush=True)
 
 

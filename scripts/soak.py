@@ -25,6 +25,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from nanosam import config as config_lib
+from nanosam import errors
+from nanosam.command import Parser
+from nanosam.errors import UserError
 from nanosam.writers import METRICS_FILE, read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -45,8 +49,8 @@ SETTINGS = {  # of a run that spends most of its time on what may go wrong
 Process = subprocess.Popen[bytes]
 
 
-def main() -> None:
-  args, overrides = arguments()
+def main(argv: list[str]) -> None:
+  args, overrides = arguments(argv[1:])
   folder = pathlib.Path(args.out or tempfile.mkdtemp(prefix="nanosam-soak-"))
   whole, killed = folder / "whole", folder / "killed"
   for workdir in (whole, killed):
@@ -63,19 +67,19 @@ def main() -> None:
   kill(command, killed, args.kills, random.Random(args.seed), seconds)
   train(command, killed)
   if differences := compare(whole, killed):
-    sys.exit("\n".join(differences))
+    raise UserError("; ".join(differences))
   print("identical: parameters, optimizer state, every train and eval loss")
 
 
-def arguments() -> tuple[argparse.Namespace, list[str]]:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-  )
+def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+  parser = Parser("scripts/soak.py", __doc__)
   parser.add_argument("--kills", type=int, default=20)
   parser.add_argument("--seed", type=int, default=0, help="of the moments")
   parser.add_argument("--out", help="folder of the two workdirs (default: a temporary one)")
   parser.add_argument("--config", default="configs/quickstart.py")
-  return parser.parse_known_args()
+  args, overrides = parser.parse_known_args(argv)
+  config_lib.from_command_line(["train", f"--config={args.config}", *overrides])  # or says why not
+  return args, overrides
 
 
 def start(command: list[str], workdir: pathlib.Path) -> Process:
@@ -98,7 +102,7 @@ def train(command: list[str], workdir: pathlib.Path) -> float:
 
 def fail(process: Process, workdir: pathlib.Path) -> None:
   log = workdir.with_suffix(".log")
-  sys.exit(f"exit code {process.returncode}, see {log}:\n{log.read_text()[-1000:]}")
+  raise UserError(f"exit code {process.returncode}, see {log}:\n{log.read_text()[-1000:]}")
 
 
 def kill(
@@ -117,7 +121,7 @@ def kill(
       wait_for_saving(process, workdir, rng)
     process.kill()
     if process.wait() == 0:
-      sys.exit(f"the run ended after {number - 1} kills: raise --config.opt.num_train_steps")
+      raise UserError(f"the run ended after {number - 1} kills: raise --config.opt.num_train_steps")
     if process.returncode > 0:
       fail(process, workdir)
     half = half_written(workdir, begin)
@@ -173,12 +177,12 @@ def compare(whole: pathlib.Path, killed: pathlib.Path) -> list[str]:
       differences.append(
         f"{name}: {len(found)} records instead of {len(expected)}; first difference: {wrong[:1]}"
       )
-  expected, found = (arrays(w, steps(w)[-1]) for w in (whole, killed))
-  for path in sorted(expected.keys() | found.keys()):
-    if path not in expected or path not in found:
+  one, other = (arrays(w, steps(w)[-1]) for w in (whole, killed))
+  for path in sorted(one.keys() | other.keys()):
+    if path not in one or path not in other:
       differences.append(f"{path}: only in one of the two final checkpoints")
-    elif not np.array_equal(expected[path], found[path], equal_nan=True):
-      gap = np.max(np.abs(expected[path].astype(float) - found[path].astype(float)))
+    elif not np.array_equal(one[path], other[path], equal_nan=True):
+      gap = np.max(np.abs(one[path].astype(float) - other[path].astype(float)))
       differences.append(f"{path}: differs by up to {gap}")
   return differences
 
@@ -198,4 +202,4 @@ def arrays(workdir: pathlib.Path, step: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-  main()
+  errors.run(main)

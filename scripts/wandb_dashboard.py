@@ -13,7 +13,7 @@ from typing import Any
 from nanosam import config as config_lib
 from nanosam import errors, plots
 from nanosam.command import Parser
-from nanosam.errors import UserError
+from nanosam.errors import UserError, first_line
 from nanosam.optim.registry import METHODS
 
 AXES = {"step": "steps", "tokens": "tokens", "compute": "FLOPs", "time": "training time (s)"}
@@ -61,11 +61,10 @@ def main(argv: list[str]) -> None:
   import wandb
 
   try:
-    entity = args.entity or wandb.Api().default_entity
+    entity = args.entity or wandb.Api().default_entity or ""
     url = workspace(entity, args.project).save().url
   except (wandb.Error, ValueError, OSError) as e:
-    reason = str(e).strip().split("\n")[0] or type(e).__name__
-    raise UserError(f"W&B did not take the dashboard ({reason}); try `wandb login`") from e
+    raise UserError(f"W&B did not take the dashboard ({first_line(e)}); try `wandb login`") from e
   print(f"saved: {url}")
 
 
@@ -109,7 +108,7 @@ def _lines(title: str, y: list[str], x: str = "step") -> Any:
   return wr.LinePlot(
     title=title,
     x=x,
-    y=y,
+    y=[*y],
     title_x=AXES[x],
     groupby_aggfunc="mean",
     groupby_rangefunc="minmax",

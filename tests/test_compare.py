@@ -6,7 +6,7 @@ from training import ROOT
 
 from nanosam import compare, config, paired, runs
 from nanosam.errors import UsageError, UserError
-from nanosam.workdir import strict_json
+from nanosam.files import strict_json
 
 ROWS, LENGTH = 60, 128
 

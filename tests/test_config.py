@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from nanosam import config as config_lib
+from nanosam import train
 from nanosam.errors import UsageError
 from nanosam.model import Transformer
 from nanosam.step import model_config
@@ -115,6 +116,13 @@ def test_no_config_at_all():
     config_lib.from_command_line(["train"])
 
 
+def test_help_lists_every_key(capsys):
+  train.main(["train", "--help"])
+  said = capsys.readouterr().out
+  assert "--config=configs/FILE.py" in said
+  assert all(f"--config.{key}=" in said for key in config_lib.flat(config_lib.default()))
+
+
 def test_changed_keys_ignore_what_does_not_change_the_result():
   old = config_lib.to_dict(parse())
   new = config_lib.to_dict(
@@ -124,6 +132,8 @@ def test_changed_keys_ignore_what_does_not_change_the_result():
   )
   assert config_lib.changed_keys(old, new) == ["opt.b2: 0.98 -> 0.5"]
   assert config_lib.changed_keys(json.loads(json.dumps(old)), old) == []
+  del old["opt"]["muon_rms"]  # as if the key had come later
+  assert config_lib.changed_keys(old, new) == ["opt.b2: 0.98 -> 0.5"]
 
 
 def test_device_divisibility_says_what_would_work():

@@ -533,7 +533,7 @@ errors.run(main)
   process = start(*args, code=code)
   _, err = process.communicate()
   assert process.returncode == 1
-  assert err.startswith("nanosam: cannot write to ") and err.count("\n") == 1, err
+  assert err.startswith("nanosam: cannot write ") and err.count("\n") == 1, err
   run(*args)
   assert contents(tmp_path / "x") == contents(prepared[0])
 

@@ -7,7 +7,7 @@ import pytest
 from nanosam import errors, evaluate, restore, sharding
 from nanosam.data.store import StoreWriter
 from nanosam.data.tokenizer import train_tokenizer
-from nanosam.evaluate import Evaluator
+from nanosam.evaluate import Evaluator, Stopped
 from nanosam.writers import read_metrics
 
 
@@ -40,7 +40,8 @@ def test_depends_on_neither_batch_size_nor_devices(whole):
 def test_stops_on_request(whole):
   run = restore.load_run(whole)
   data = run.source.validation(L=32, rows=64, mask_documents=False)
-  assert Evaluator(run.net, data, 8, run.mesh)(run.params, stop=True) is None
+  with pytest.raises(Stopped):
+    Evaluator(run.net, data, 8, run.mesh)(run.params, stop=True)
 
 
 def test_the_command_gives_the_loss_of_training(commands, whole):

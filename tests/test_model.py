@@ -10,7 +10,11 @@ from nanosam import config as config_lib
 from nanosam import model
 from nanosam.step import model_config
 
-CFG = model.ModelConfig(D=16, H=2, L=8, N=2, F=32, V=50)
+CFG = model.ModelConfig(
+  **{"D": 16, "H": 2, "L": 8, "N": 2, "F": 32, "V": 50},
+  **{"activation": "gelu", "tied": True, "dtype": jnp.float32},
+  **{"remat": False, "scan_layers": False, "attention": "plain"},
+)
 
 
 def tokens(B=2, L=8, seed=0):

@@ -110,12 +110,12 @@ def test_errors(whole, tmp_path):
   assert "say where the results go, --out=DIR" in error("--workdir=gs://bucket/run")
   assert "choose latest, best or one of 12, 16" in error(there, "--step=13")
   message = error(there, "--batch_size=100000")
-  assert "400000 sequences of 32 tokens" in message and "for validation" in message
+  assert "400000 sequences of 32 tokens" in message and "lower --batches or" in message
 
 
 def test_rows_are_full_and_as_many_as_asked_for(whole):
   run = restore.load_run(whole)
-  few, more = (validation_rows(run.source, run.config, n) for n in (5, 9))
+  few, more = (validation_rows(run.source, run.config, n, fewer="") for n in (5, 9))
   assert few.inputs_BxL.shape == (5, 32) and few.weights_BxL.min() == 1
   np.testing.assert_array_equal(few.inputs_BxL, more.inputs_BxL[:5])
 

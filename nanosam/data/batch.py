@@ -15,11 +15,19 @@ class Batch(NamedTuple):
   weights_BxL: Array  # float32; 0 on padding, and across document borders when masked
   segments_BxL: Array | None  # int32, document number within the row (0 = padding), or None
 
+  def rows(self, which: slice) -> "Batch":
+    return Batch(*(x if x is None else x[which] for x in self))
+
 
 class EvalSet(NamedTuple):
   batch: Batch  # all rows, [R, L]
   bytes: int  # exact UTF-8 bytes of its documents, for bits per byte
   documents: int
+
+
+TOO_FEW_TOKENS = (
+  "train for fewer steps, bring more data, or read it again with --config.data.repeat=True"
+)
 
 
 class Reading(NamedTuple):

@@ -32,7 +32,7 @@ _WATCH_SECONDS = 0.05
 
 
 def main(argv: list[str]) -> None:
-  p = Parser("python -m nanosam.data.benchmark", "Measures the data path.")
+  p = Parser("scripts/benchmark.py data", "Measures the data path.")
   p.add_argument("--input", metavar="GLOB", help="files of text; none: the embedded corpus")
   p.add_argument("--tokenizer", metavar="FILE", help="with --input")
   p.add_argument("--text_field", default="text")
@@ -165,9 +165,3 @@ def _table(rows: list[dict[str, Any]]) -> str:
       line += f", {row['peak_bytes'] / 2**20:.0f} MiB at most"
     lines.append(line)
   return "\n".join(lines)
-
-
-if __name__ == "__main__":
-  from nanosam import errors
-
-  errors.run(main)

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import signal
 import threading
@@ -28,6 +27,7 @@ from nanosam.data import formats, tfrecord
 from nanosam.data.store import ShardWriter, StoreWriter
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.errors import UserError
+from nanosam.files import write_json
 
 RECORD = "chunk.json"
 INPUT = "input"
@@ -170,9 +170,3 @@ def _as_os_error() -> Iterator[None]:
     yield
   except RuntimeError as e:  # what ArrayRecord raises on a full disk
     raise OSError(str(e)) from e
-
-
-def write_json(path: Path, value: Any) -> None:
-  partial = path.with_name(f"{path.name}.partial")
-  partial.write_text(json.dumps(value, indent=1) + "\n")
-  partial.replace(path)

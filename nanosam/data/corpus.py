@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from nanosam.data import docstrings
 from nanosam.data.store import MANIFEST, StoreWriter
 from nanosam.data.tokenizer import Tokenizer, train_tokenizer
-from nanosam.errors import UserError
+from nanosam.errors import UserError, say
 
 FORMAT = 1  # Raise it when the same packages give other documents or another store.
 
@@ -69,7 +69,7 @@ def build_embedded(cache_dir: str | os.PathLike[str], vocab_size: int) -> Path:
   final = Path(cache_dir).expanduser() / f"embedded-{vocab_size}-{key}"
   if (final / MANIFEST).exists():
     return final
-  print("nanosam: building the embedded corpus (once) ...", file=sys.stderr, flush=True)
+  say("building the embedded corpus (once) ...")
   try:
     partial = final.parent / f".{final.name}-{uuid.uuid4().hex}"
     partial.mkdir(parents=True)

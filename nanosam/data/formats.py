@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 from etils import epath
 
 from nanosam.data import parquet_pages, tfrecord
-from nanosam.errors import UsageError
+from nanosam.errors import UsageError, first_line
 
 MAX_DOCUMENT_BYTES = 64 << 20  # as it stands in the file
 MAX_PAGE_BYTES = 128 << 20  # of a Parquet file: held nearly three times while it is read
@@ -297,7 +297,7 @@ def _parquet_pieces(
     yield from frames.flush()
   except (pyarrow.ArrowException, OSError) as e:
     yield from frames.flush()
-    yield Problem(path, frames.number + 1, f"cannot be read as Parquet: {_first_line(e)}")
+    yield Problem(path, frames.number + 1, f"cannot be read as Parquet: {first_line(e)}")
 
 
 def _largest_page(file: Any, stored: IO[bytes], index: int) -> int:
@@ -333,7 +333,7 @@ def _record_pieces(path: str, file: IO[bytes], frames: _Frames) -> Iterator[Piec
     yield from frames.flush()
   except (tfrecord.DamagedRecord, OSError, EOFError, zlib.error) as e:
     yield from frames.flush()
-    yield Problem(path, frames.number + 1, f"cannot be read further: {_first_line(e)}")
+    yield Problem(path, frames.number + 1, f"cannot be read further: {first_line(e)}")
 
 
 def _example_texts(piece: Piece, text_field: str) -> Iterator[tuple[int, str | _Bad]]:
@@ -359,7 +359,3 @@ def _example_text(example: bytes, text_field: str) -> str | _Bad:
     return values[0].decode()
   except UnicodeDecodeError as e:
     return _Bad(f"invalid UTF-8 at byte {e.start} of the document")
-
-
-def _first_line(error: Exception) -> str:
-  return (str(error).strip() or type(error).__name__).split("\n")[0]

@@ -84,7 +84,7 @@ def expand(pattern: str) -> list[str]:
     found = [os.path.abspath(p) for p in glob.glob(os.path.expanduser(pattern), recursive=True)]
     found = [p for p in found if os.path.isfile(p)]
   if not found:
-    raise UsageError(f"no file matches {pattern}")
+    raise UsageError(f"no file matches {pattern}; check the path, and quote a pattern")
   return found
 
 

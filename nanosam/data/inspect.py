@@ -12,36 +12,32 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from nanosam import config as config_lib
 from nanosam import errors
 from nanosam.command import Parser
 from nanosam.data.batch import Reading, batch_hash
 from nanosam.data.finish import PLAN
-from nanosam.data.pipeline import Source, open_source
+from nanosam.data.pipeline import Source, source_of
 from nanosam.data.store import StoreReader, check_sha256
 from nanosam.errors import UsageError
 
 _SECONDS = 2.0  # of measuring throughput
-_SETTINGS = {
-  "vocab_size": 4096,
-  "cache_dir": "",
-  "data_dir": "",
-  "tokenizer": "",
-  "text_field": "text",
-}
+_SETTINGS = ("vocab_size", "cache_dir", "data_dir", "tokenizer", "text_field")
 
 
 def main(argv: list[str]) -> None:
   a = parse(argv[1:])
-  config = _load_config(a.config) if a.config else None
-  name = a.source or (config and config.data.source)
-  if not name:
+  if not (a.source or a.config):
     raise UsageError("nothing to look at: say --source=tokens:DIR, or --config=FILE.py")
-  source = open_source(name, **{key: _setting(a, config, key) for key in _SETTINGS})
+  config = config_lib.load(a.config) if a.config else config_lib.default()
+  name = a.source or config.data.source
+  config.data.update({k: v for k in _SETTINGS if (v := getattr(a, k)) is not None})
+  source = source_of(config.data, name)
   if a.verify:
     verify(name)
-  L, batch_size = (config.model.L, config.batch_size) if config else (a.length, a.batch_size)
+  L, batch_size = a.length or config.model.L, a.batch_size or config.batch_size
   facts = look(source, name, L=L, batch_size=batch_size, workers=a.workers, rows=a.rows)
-  if config:
+  if a.config:
     tokens = config.opt.num_train_steps * batch_size * L
     facts["config_tokens"] = tokens
     facts["config_epochs"] = tokens / source.train_tokens
@@ -52,8 +48,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   p = Parser("python -m nanosam.data.inspect", "Looks at a data source.")
   p.add_argument("--source", help="embedded, tokens:DIR, tfds:NAME or tfds:DIR")
   p.add_argument("--config", help="FILE.py[:k=v,...]")
-  p.add_argument("--length", type=int, default=512, help="of a row, without a config (%(default)s)")
-  p.add_argument("--batch_size", type=int, default=256, help="without a config (%(default)s)")
+  p.add_argument("--length", type=int, help="of a row (default: the config's)")
+  p.add_argument("--batch_size", type=int, help="in rows (default: the config's)")
   p.add_argument("--vocab_size", type=int, help="of embedded")
   p.add_argument("--cache_dir", help="for copies and the embedded corpus")
   p.add_argument("--data_dir", help="where tfds:NAME lies")
@@ -64,18 +60,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   p.add_argument("--verify", action="store_true", help="compare checksums of a token store")
   p.add_argument("--json", action="store_true")
   return p.parse_args(argv)
-
-
-def _load_config(spec: str) -> Any:
-  from nanosam import config  # the whole framework, only if asked for
-
-  return config.load(spec)
-
-
-def _setting(a: argparse.Namespace, config: Any, key: str) -> Any:
-  """The flag, or the config's value, or what open_source takes for none."""
-  given = getattr(a, key)
-  return given if given is not None else config.data[key] if config else _SETTINGS[key]
 
 
 def look(

@@ -63,7 +63,8 @@ def documents_that_fit(lengths_D: np.ndarray, rows: int, L: int) -> int:
   if not documents:
     first = f"; the first needs {targets_D[0]}" if len(targets_D) else ""
     raise UserError(
-      f"{rows} rows of {L} tokens hold no validation document{first}: evaluate on more rows"
+      f"{rows} rows of {L} tokens hold no validation document{first}: "
+      "raise eval_steps or eval_batch_size"
     )
   return documents
 

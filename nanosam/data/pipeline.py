@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import grain
 
-from nanosam.data.batch import Batch, EvalSet, Reading
+from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, Reading
 from nanosam.data.corpus import build_embedded
 from nanosam.data.packing import HostBatches, documents_that_fit, num_rows, pack_rows
 from nanosam.data.read_ahead import check_fingerprint, read_ahead
@@ -110,6 +110,12 @@ def source_of(data: Any, source: str = "") -> Source:
   )
 
 
+def eval_set(source: Source, c: Any) -> EvalSet:
+  """The sequences that a run of this config is evaluated on, wherever and in whatever batches."""
+  rows = c.eval_steps * c.eval_batch_size
+  return source.validation(L=c.model.L, rows=rows, mask_documents=c.data.mask_documents)
+
+
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   """One state of all hosts' streams, saved once and restored by each of them."""
   merged = dict(states[0])
@@ -144,7 +150,7 @@ class StoreSource:
       raise UserError(
         f"the training data has {self.train_tokens} tokens, enough for {most} steps of "
         f"{batch_size} x {L}, but {steps} steps ({steps * batch_size * L} tokens) were asked for; "
-        "train for fewer steps, bring more data, or allow repeating it"
+        + TOO_FEW_TOKENS
       )
 
   def train_stream(self, reading: Reading) -> "StoreStream":
@@ -201,7 +207,7 @@ class StoreStream:
       b = self._batches
       raise UserError(
         f"the training data ends after {b.last_step} steps of {b.batch_size} x {b.L} tokens; "
-        "train for fewer steps, bring more data, or allow repeating it"
+        + TOO_FEW_TOKENS
       )
     if self._iterator is None:
       self._iterator = self._open()

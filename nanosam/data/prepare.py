@@ -38,13 +38,14 @@ from nanosam import errors
 from nanosam.command import Parser
 from nanosam.data import chunk as chunk_lib
 from nanosam.data import vocabulary
-from nanosam.data.chunk import Rules, write_json
+from nanosam.data.chunk import Rules
 from nanosam.data.cut import cut_chunks, drop_group
 from nanosam.data.finish import PLAN, describe, finish
 from nanosam.data.inputs import Plan, changes, make_plan
 from nanosam.data.store import MANIFEST, TOKENIZER
 from nanosam.data.tokenizer import MODEL_TYPES, Tokenizer
 from nanosam.errors import Interrupted, UsageError, UserError
+from nanosam.files import write_atomically, write_json
 from nanosam.progress import Progress, duration
 
 _UNFINISHED = "unfinished"
@@ -229,9 +230,7 @@ def _vocabulary(out: Path, plan: Plan, rules: Rules, a: argparse.Namespace) -> P
     paths = [i.path for i in plan.inputs if i.split != "validation"]
     with _workers(1) as pool:  # a process of its own gives its memory back
       tokenizer = pool.submit(vocabulary.train, paths, rules, **settings).result()
-  partial = path.with_name(f"{path.name}.partial")
-  partial.write_bytes(tokenizer.model_bytes)
-  partial.replace(path)
+  write_atomically(path, tokenizer.model_bytes)
   return path
 
 

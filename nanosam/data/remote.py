@@ -10,14 +10,13 @@ import fcntl
 import hashlib
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from etils import epath
 
 from nanosam.data.store import MANIFEST, TOKENIZER, StoreReader, read_manifest
-from nanosam.errors import UsageError, UserError
+from nanosam.errors import UsageError, UserError, first_line, say
 
 _COPIERS = 8
 _BLOCK_BYTES = 8 << 20
@@ -51,10 +50,11 @@ def reaching(uri: str) -> Iterator[None]:
   except UserError:
     raise
   except ImportError as e:
-    raise UsageError(f"{uri} needs another package: pip install 'nanosam[gcs]' ({e})") from e
+    raise UsageError(f"{uri} needs another package: pip install -e '.[gcs]' ({e})") from e
   except Exception as e:  # each storage library has errors of its own
-    line = (str(e).strip() or type(e).__name__).split("\n")[0]
-    raise UserError(f"cannot read {uri}: {line}; check the path and your access to it") from e
+    raise UserError(
+      f"cannot read {uri}: {first_line(e)}; check the path and your access to it"
+    ) from e
 
 
 def local_copy(
@@ -94,11 +94,7 @@ def _fetch(remote: epath.Path, names: Sequence[str], partial: Path, final: Path)
         f"{remote} needs {need / 1e9:.1f} GB in {final.parent}, more than is free there; free some "
         "space or set NANOSAM_CACHE to another directory"
       )
-    print(
-      f"nanosam: copying {need / 1e9:.2f} GB from {remote} to {final} (once) ...",
-      file=sys.stderr,
-      flush=True,
-    )
+    say(f"copying {need / 1e9:.2f} GB from {remote} to {final} (once) ...")
     list(pool.map(lambda n: _fetch_file(remote / n, partial / n, sizes[n]), missing))
 
 

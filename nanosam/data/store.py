@@ -21,6 +21,7 @@ from etils import epath
 
 from nanosam.data.tokenizer import Tokenizer, token_dtype
 from nanosam.errors import UserError
+from nanosam.files import write_atomically
 
 FORMAT = 1
 MANIFEST = "store.json"
@@ -70,7 +71,7 @@ class StoreWriter:
       return shard.finish()
 
   def finish(self, splits: Mapping[str, Sequence[Shard]]) -> None:
-    _write_whole(self.directory / TOKENIZER, self._tokenizer.model_bytes)
+    write_atomically(self.directory / TOKENIZER, self._tokenizer.model_bytes)
     manifest = {
       "format": FORMAT,
       "dtype": self._dtype.name,
@@ -78,7 +79,7 @@ class StoreWriter:
       "tokenizer_sha256": self._tokenizer.sha256,
       "splits": {s: [dataclasses.asdict(x) for x in shards] for s, shards in splits.items()},
     }
-    _write_whole(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+    write_atomically(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
 class ShardWriter:
@@ -114,7 +115,7 @@ class ShardWriter:
     self._file.close()
     counts = np.asarray(self._table, np.int64).reshape(-1, 2)
     table_bytes = counts.astype(_TABLE_DTYPE).tobytes()
-    _write_whole(self._path("documents"), table_bytes)
+    write_atomically(self._path("documents"), table_bytes)
     self._path("tokens.partial").replace(self._path("tokens"))
     tokens, num_bytes = (int(n) for n in counts.sum(0))
     return Shard(
@@ -141,12 +142,6 @@ class ShardWriter:
 
   def _path(self, suffix: str) -> epath.Path:
     return self._directory / f"{self._name}.{suffix}"
-
-
-def _write_whole(path: epath.Path, data: bytes) -> None:
-  partial = path.parent / f"{path.name}.partial"
-  partial.write_bytes(data)
-  partial.replace(path)
 
 
 class Split:

@@ -21,7 +21,7 @@ import grain
 import numpy as np
 from etils import epath
 
-from nanosam.data.batch import Batch, EvalSet, Reading
+from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, Reading
 from nanosam.data.finish import TEXT
 from nanosam.data.packing import documents_that_fit, num_rows, pack_rows, shuffled
 from nanosam.data.read_ahead import check_fingerprint, read_ahead
@@ -179,8 +179,7 @@ class TfdsSource:
     if needed > self._most_tokens and not repeat:
       raise UserError(
         f"the training data has about {self.train_tokens} tokens, but {steps} steps of "
-        f"{batch_size} x {L} ({needed} tokens) were asked for; train for fewer steps, bring more "
-        "data, or allow repeating it"
+        f"{batch_size} x {L} ({needed} tokens) were asked for; {TOO_FEW_TOKENS}"
       )
 
   def train_stream(self, reading: Reading) -> "TfdsStream":
@@ -320,8 +319,7 @@ class TfdsStream:
         tokens = next(self._iterator)
       except StopIteration:
         raise UserError(
-          f"the training data ends after {self._step} steps; train for fewer steps, bring more "
-          "data, or allow repeating it"
+          f"the training data ends after {self._step} steps; {TOO_FEW_TOKENS}"
         ) from None
       if not self._held:
         tokens = tokens[self._offset :]

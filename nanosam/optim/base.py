@@ -29,7 +29,7 @@ def _muon_axes(params: Any) -> Any:
 
 def _muon(opt) -> optax.GradientTransformation:
   # At learning rate 1 and without decay this is the bare direction; the sign is undone because
-  # the chain below applies the learning rate. consistent_rms lets it share AdamW's learning rate.
+  # the chain below applies the learning rate.
   return optax.chain(
     optax.contrib.muon(
       1.0,
@@ -37,7 +37,7 @@ def _muon(opt) -> optax.GradientTransformation:
       adam_b1=opt.b1,
       adam_b2=opt.b2,
       eps=opt.eps,
-      consistent_rms=0.2,
+      consistent_rms=opt.muon_rms,
       muon_weight_dimension_numbers=_muon_axes,
     ),
     optax.scale(-1.0),
@@ -47,7 +47,7 @@ def _muon(opt) -> optax.GradientTransformation:
 def _adafactor(opt) -> optax.GradientTransformation:
   return optax.chain(
     optax.scale_by_factored_rms(decay_rate=opt.adafactor_decay),
-    optax.clip_by_block_rms(1.0),
+    optax.clip_by_block_rms(opt.adafactor_clip),
     optax.scale_by_param_block_rms(),
   )
 

@@ -11,7 +11,7 @@ import optax
 from nanosam.data.batch import Batch
 from nanosam.model import Params
 from nanosam.optim.direction import Direction, Moments, perturbation
-from nanosam.optim.passes import Kept, Passes, interleaved, sweep
+from nanosam.optim.passes import Kept, Passes, accumulate, interleaved
 from nanosam.optim.registry import HERE, THERE, Path
 
 NO_PERTURBATION = "guard/no_perturbation"
@@ -85,7 +85,7 @@ def estimate_by_group(
     share = jnp.sum(batch.weights_BxL) / total
     return jax.tree.map(lambda x: share * x, part), None
 
-  return sweep(one, interleaved(passes.batch, groups), groups)[0]
+  return accumulate(one, interleaved(passes.batch, groups), groups)[0]
 
 
 def _ray(method: Method, g: Params | None, params: Params, moments: Moments):

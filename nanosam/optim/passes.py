@@ -79,7 +79,7 @@ class Passes:
       loss, gradient, site = self._gradient_at(self.params, micro, keep == "residual")
       return (loss, gradient), Kept(site.point.h_BxLxD if keep == "hidden" else None, site.residual)
 
-    (loss, gradient), kept = sweep(one, self.micros(), self.microbatches)
+    (loss, gradient), kept = accumulate(one, self.micros(), self.microbatches)
     return loss, gradient, kept
 
   def along(self, path: Path, eps: Params, kept: Kept) -> tuple[Params, dict[str, jax.Array]]:
@@ -98,7 +98,7 @@ class Passes:
         sites[HERE] = self._here(path, micro, kept)
       return self._follow(path, sites, micro), None
 
-    return sweep(one, (self.micros(), kept), self.microbatches)[0]
+    return accumulate(one, (self.micros(), kept), self.microbatches)[0]
 
   def _gradient_at(self, params: Params, micro: Batch, keep: bool = False):
     point, back = visit(self.net.hidden, params, micro)
@@ -160,7 +160,7 @@ def interleaved(batch: Batch, parts: int) -> Batch:
   return jax.tree.map(leaf, batch)
 
 
-def sweep(one: Callable[[Any], tuple[Any, Any]], xs: Any, parts: int) -> tuple[Any, Any]:
+def accumulate(one: Callable[[Any], tuple[Any, Any]], xs: Any, parts: int) -> tuple[Any, Any]:
   """Sums what `one` returns first over the parts, and stacks what it returns second."""
   first = jax.tree.map(lambda x: x[0], xs)
   if parts == 1:
