@@ -1,8 +1,10 @@
 """Command lines whose mistakes end as one line."""
 
 import argparse
+import pathlib
 from typing import NoReturn
 
+from nanosam.data.remote import is_remote
 from nanosam.errors import UsageError
 
 
@@ -19,3 +21,24 @@ class Parser(argparse.ArgumentParser):
 
   def error(self, message: str) -> NoReturn:
     raise UsageError(f"{message}; {self.prog} --help shows what there is")
+
+
+class RunParser(Parser):
+  """Of a command over a run."""
+
+  def __init__(self, command: str, description: str | None):
+    super().__init__(f"python -m nanosam.{command}", description)
+    self.add_argument("--workdir", required=True, help="of the run")
+    self.add_argument("--step", default="latest", help="latest (default), best, or a number")
+
+
+def results_folder(args: argparse.Namespace) -> pathlib.Path:
+  """Where a command over a run leaves its files; asked before it measures."""
+  if is_remote(args.workdir) and not args.out:
+    raise UsageError(f"{args.workdir} is remote: say where the results go, --out=DIR")
+  return pathlib.Path(args.out or args.workdir)
+
+
+def numbers(text: str) -> tuple[float, ...]:
+  """A comma-separated argument."""
+  return tuple(float(x) for x in text.split(","))

@@ -17,13 +17,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nanosam import errors, head, sharding
+from nanosam.command import RunParser
 from nanosam.data.batch import Batch, EvalSet
 from nanosam.data.pipeline import eval_set, source_of
 from nanosam.errors import UsageError
 from nanosam.files import write_atomically
 from nanosam.model import Params, unembedding
 from nanosam.optim.passes import Net
-from nanosam.restore import Arguments, Loaded, load_run
+from nanosam.restore import Loaded, load_run
 
 
 class Evaluation(NamedTuple):
@@ -124,8 +125,8 @@ def main(argv: list[str]) -> None:
     print(f"step {run.step} on {rows} sequences of {name}:  {evaluation}")
 
 
-def parser() -> Arguments:
-  p = Arguments("evaluate", __doc__)
+def parser() -> RunParser:
+  p = RunParser("evaluate", __doc__)
   p.add_argument("--source", default="", help="as data.source in a config (default: the run's own)")
   p.add_argument("--json", action="store_true", help="print one JSON object")
   return p

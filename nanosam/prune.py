@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from nanosam import errors, plots
+from nanosam.command import RunParser, numbers, results_folder
 from nanosam.data.pipeline import eval_set
 from nanosam.errors import UsageError
 from nanosam.evaluate import Evaluator
@@ -23,7 +24,7 @@ from nanosam.files import write_json
 from nanosam.model import Params
 from nanosam.optim.base import matching
 from nanosam.progress import Progress
-from nanosam.restore import Arguments, Loaded, load_run, numbers, results_folder
+from nanosam.restore import Loaded, load_run
 
 FILE = "prune.json"
 
@@ -31,6 +32,7 @@ FILE = "prune.json"
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
   check(args)
+  plots.check_installed()
   out = results_folder(args)
   first, *others = (
     curve(load_run(workdir, args.step), workdir, args) for workdir in (args.workdir, *args.compare)
@@ -43,8 +45,8 @@ def main(argv: list[str]) -> None:
   print(f"written: {out / FILE} and its picture")
 
 
-def parser() -> Arguments:
-  add = (p := Arguments("prune", __doc__)).add_argument
+def parser() -> RunParser:
+  add = (p := RunParser("prune", __doc__)).add_argument
   add("--compare", nargs="+", default=[], metavar="DIR", help="workdirs of more runs")
   add(
     "--sparsity",

@@ -1,21 +1,18 @@
 """A trained model, read back from its workdir: what the commands over a run share."""
 
-import argparse
 import contextlib
 import math
 import os
-import pathlib
 from typing import Any, NamedTuple
 
 import ml_collections
 from etils import epath
 from jax.sharding import Mesh
 
-from nanosam import __version__, plots, runtime, sharding
+from nanosam import __version__, runtime, sharding
 from nanosam import config as config_lib
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import FOLDER, Checkpoints
-from nanosam.command import Parser
 from nanosam.data.pipeline import Source, source_of
 from nanosam.data.remote import is_remote, reaching
 from nanosam.errors import UsageError, UserError
@@ -114,25 +111,3 @@ def _eval_losses(workdir: epath.Path) -> dict[int, float]:
   records = read_metrics(path) if path.exists() else []
   losses = {r["step"]: r["eval/loss"] for r in records if "eval/loss" in r}
   return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
-
-
-class Arguments(Parser):
-  """The command line of a command over a run."""
-
-  def __init__(self, command: str, description: str | None):
-    super().__init__(f"python -m nanosam.{command}", description)
-    self.add_argument("--workdir", required=True, help="of the run")
-    self.add_argument("--step", default="latest", help="latest (default), best, or a number")
-
-
-def results_folder(args: argparse.Namespace) -> pathlib.Path:
-  """Where a command leaves its files; asked before it measures, as is what they need."""
-  plots.check_installed()
-  if is_remote(args.workdir) and not args.out:
-    raise UsageError(f"{args.workdir} is remote: say where the results go, --out=DIR")
-  return pathlib.Path(args.out or args.workdir)
-
-
-def numbers(text: str) -> tuple[float, ...]:
-  """A comma-separated argument."""
-  return tuple(float(x) for x in text.split(","))

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from nanosam import errors, sharding
+from nanosam.command import RunParser
 from nanosam.data.batch import Batch
 from nanosam.errors import UsageError
 from nanosam.model import Params, unembedding
-from nanosam.restore import Arguments, Loaded, load_run
+from nanosam.restore import Loaded, load_run
 
 
 def main(argv: list[str]) -> None:
@@ -29,8 +30,8 @@ def main(argv: list[str]) -> None:
     print(tokenizer.decode(ids))
 
 
-def parser() -> Arguments:
-  add = (p := Arguments("sample", __doc__)).add_argument
+def parser() -> RunParser:
+  add = (p := RunParser("sample", __doc__)).add_argument
   add("--prompt", default="", help="what the text begins with (default: nothing)")
   add("--temperature", type=float, default=0.8, help="0 = always the likeliest token (default 0.8)")
   add("--top_k", type=int, default=0, help="choose among the k likeliest tokens (default 0 = all)")

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 from nanosam import curvature, errors, plots
+from nanosam.command import RunParser, numbers, results_folder
 from nanosam.curvature import GAUSS_NEWTON, HESSIAN, Surface
 from nanosam.data.batch import EvalSet
 from nanosam.diagnostics import validation_rows
@@ -29,7 +30,7 @@ from nanosam.evaluate import Evaluator
 from nanosam.files import write_json
 from nanosam.model import Params
 from nanosam.progress import Progress, duration
-from nanosam.restore import Arguments, Loaded, load_run, numbers, results_folder
+from nanosam.restore import Loaded, load_run
 from nanosam.spectrum import LARGEST, SMALLEST, Lanczos, Mean, converge, hutchinson, mean
 
 FILE = "sharpness.json"
@@ -43,6 +44,7 @@ PROBES, ITERATIONS = 8, 60
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
   check(args)
+  plots.check_installed()
   out = results_folder(args)
   found = measure(load_run(args.workdir, args.step, with_moments=True), args)
   out.mkdir(parents=True, exist_ok=True)
@@ -52,8 +54,8 @@ def main(argv: list[str]) -> None:
   print(f"written: {out / FILE} and its picture")
 
 
-def parser() -> Arguments:
-  add = (p := Arguments("sharpness", __doc__)).add_argument
+def parser() -> RunParser:
+  add = (p := RunParser("sharpness", __doc__)).add_argument
   add("--batches", type=int, default=4, help="to average over (default 4)")
   add("--batch_size", type=int, default=0, help="sequences of each (default: the run's)")
   add("--residual", type=float, default=0.01, help="of eigenvalues, relative (default 0.01)")

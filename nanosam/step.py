@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from nanosam import sharding
 from nanosam.data.batch import Batch
 from nanosam.model import ModelConfig, Params, Transformer
-from nanosam.optim import base, guard, registry
+from nanosam.optim import base, guard, registry, schedules
 from nanosam.optim.gradient import (
   Estimate,
   Method,
@@ -69,7 +69,7 @@ class Trainer:
     self._model = Transformer(model_config(c, vocab_size))
     self.abstract_params = jax.eval_shape(self._init_params, jax.random.key(0))
     self.base = base.make_base(c.opt, self.abstract_params)
-    self.learning_rate, self.rho = base.learning_rate(c.opt), base.rho(c.opt)
+    self.learning_rate, self.rho = schedules.learning_rate(c.opt), schedules.rho(c.opt)
     self.method = make_method(c.opt, self.abstract_params)
     abstract = jax.eval_shape(self._init, jax.random.key(0))
     self.state_shardings = sharding.state_shardings(abstract, mesh)

@@ -30,9 +30,8 @@ sys.path.insert(0, str(protocol.ROOT / "launch"))
 import sweep as launcher
 
 from nanosam import errors, flops, runs, sweep
-from nanosam.command import Parser
+from nanosam.command import Parser, numbers
 from nanosam.errors import UsageError
-from nanosam.restore import numbers
 
 DEVICES = {
   "v4": "TPU v4",

@@ -49,7 +49,7 @@ def test_adamw_is_optax_adamw_with_the_configs_settings(tiny_config):
   c.opt.update(weight_decay=0.3, clip_by_global_norm=0.01, b2=0.9, eps=1e-6)
   state, _ = steps(c)
   trainer = make_trainer(c)
-  rate = base.learning_rate(c.opt)
+  rate = schedules.learning_rate(c.opt)
   tx = optax.chain(
     optax.clip_by_global_norm(0.01),
     optax.adamw(rate, b1=0.9, b2=0.9, eps=1e-6, weight_decay=0.3),
@@ -90,7 +90,7 @@ def test_weight_decay_is_decoupled_and_masked(tiny_config, name):
   params = trainer.init(0).params
   zero = optax.tree.zeros_like(params)
   updates, _ = trainer.base.update(zero, trainer.base.init(params), params)
-  rate = float(base.learning_rate(c.opt)(0))
+  rate = float(schedules.learning_rate(c.opt)(0))
   mlp, rest = updates["layer_0"]["mlp"]["up"]["kernel"], updates["layer_0"]["attention"]
   np.testing.assert_allclose(mlp, -rate * 0.5 * params["layer_0"]["mlp"]["up"]["kernel"], rtol=1e-5)
   assert all((x == 0).all() for x in jax.tree.leaves(rest))
@@ -106,11 +106,10 @@ def test_weight_decay_is_decoupled_and_masked(tiny_config, name):
     ("wsd", [0.1, 1.0, 1.0, 0.1]),
   ],
 )
-def test_schedules_at_their_corners(decay, expected):
-  schedule = schedules.learning_rate(
-    decay_type=decay, init=0.1, peak=1.0, final=0.1, warmup_steps=10, num_train_steps=100,
-    decay_fraction=0.2,
-  )  # fmt: skip
+def test_schedules_at_their_corners(tiny_config, decay, expected):
+  o = tiny_config.opt
+  o.update(decay_type=decay, peak_learning_rate=1.0, warmup_steps=10, num_train_steps=100)
+  schedule = schedules.learning_rate(o)
   np.testing.assert_allclose([schedule(s) for s in (0, 10, 55, 100)], expected, rtol=1e-5)
   np.testing.assert_allclose(schedule(5), 0.55, rtol=1e-5)
 
@@ -121,10 +120,10 @@ def test_rho_schedules(tiny_config):
 
   def at(kind, *points):
     o.rho_schedule = kind
-    schedule = base.rho(o)
+    schedule = schedules.rho(o)
     return [float(schedule(s)) for s in points]
 
-  assert base.rho(o) == 0.4
+  assert schedules.rho(o) == 0.4
   np.testing.assert_allclose(at("warmup", 0, 10, 20, 90), [0, 0.2, 0.4, 0.4], rtol=1e-6)
   np.testing.assert_allclose(at("lr", 0, 10, 100), [0.04, 0.4, 0.04], rtol=1e-5)
   o.rho_pieces = "0.5:1,0.8:0.5"
@@ -455,7 +454,7 @@ def test_zero_gradient_from_a_fresh_state_is_only_decay(tiny_config):
   empty = lambda i, b: b._replace(weights_BxL=b.weights_BxL * 0)  # noqa: E731
   before = make_trainer(c).init(0).params
   state, history = steps(c, 1, change=empty)
-  rate = float(base.learning_rate(c.opt)(0))
+  rate = float(schedules.learning_rate(c.opt)(0))
   assert history[0]["guard/no_perturbation"] == 1 and history[0]["guard/nonfinite"] == 0
   jax.tree.map(
     lambda new, old: np.testing.assert_allclose(new, old * (1 - rate * 0.1), rtol=1e-5),

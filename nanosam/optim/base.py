@@ -93,30 +93,6 @@ def updates_made(opt_state: optax.OptState) -> jax.Array:
   return last.count
 
 
-def rho(opt) -> float | schedules.Schedule:
-  rate = learning_rate(opt)
-  return schedules.rho(
-    kind=opt.rho_schedule,
-    rho=opt.rho,
-    warmup_steps=opt.rho_warmup_steps,
-    pieces=opt.rho_pieces,
-    num_train_steps=opt.num_train_steps,
-    relative_learning_rate=lambda step: rate(step) / opt.peak_learning_rate,
-  )
-
-
-def learning_rate(opt) -> schedules.Schedule:
-  return schedules.learning_rate(
-    decay_type=opt.decay_type,
-    init=opt.init_learning_rate,
-    peak=opt.peak_learning_rate,
-    final=opt.final_learning_rate,
-    warmup_steps=opt.warmup_steps,
-    num_train_steps=opt.num_train_steps,
-    decay_fraction=opt.wsd_decay_fraction,
-  )
-
-
 def make_base(opt, params: Any) -> optax.GradientTransformation:
   """Clipping, the optimizer's own direction, decoupled decay, learning rate: in this order."""
   clip = [optax.clip_by_global_norm(opt.clip_by_global_norm)] if opt.clip_by_global_norm else []
@@ -124,5 +100,5 @@ def make_base(opt, params: Any) -> optax.GradientTransformation:
     [optax.add_decayed_weights(opt.weight_decay, _decayed(opt, params))] if opt.weight_decay else []
   )
   return optax.chain(
-    *clip, BASES[opt.base](opt), *decay, optax.scale_by_learning_rate(learning_rate(opt))
+    *clip, BASES[opt.base](opt), *decay, optax.scale_by_learning_rate(schedules.learning_rate(opt))
   )

@@ -1,6 +1,7 @@
-"""Learning-rate schedules: a linear warmup, then one of several ways down."""
+"""The learning rate and rho over time, as functions of the updates made."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +21,16 @@ def _linear(progress, peak, final):
   return peak + (final - peak) * progress
 
 
-def learning_rate(
-  *,
-  decay_type: str,
-  init: float,
-  peak: float,
-  final: float,
-  warmup_steps: int,
-  num_train_steps: int,
-  decay_fraction: float,
-) -> Schedule:
-  """From `init` to `peak` over the warmup, then down to `final` at the last step.
+def learning_rate(opt: Any) -> Schedule:
+  """From the initial rate to the peak over the warmup, then down to the final one at the last step.
 
-  `rsqrt` and `constant` have no end and ignore `final`; `wsd` holds the peak and decays linearly
-  over the last `decay_fraction` of training.
+  `rsqrt` and `constant` have no end and ignore the final rate; `wsd` holds the peak and decays
+  linearly over the last `wsd_decay_fraction` of training.
   """
+  init, peak, final = opt.init_learning_rate, opt.peak_learning_rate, opt.final_learning_rate
+  warmup_steps, num_train_steps = opt.warmup_steps, opt.num_train_steps
   decay_steps = max(num_train_steps - warmup_steps, 1)
-  cooldown = max(round(decay_fraction * num_train_steps), 1)
+  cooldown = max(round(opt.wsd_decay_fraction * num_train_steps), 1)
   decays: dict[str, Callable[[jax.Array], jax.Array]] = {
     "cosine": lambda s: _cosine(jnp.clip((s - warmup_steps) / decay_steps, 0, 1), peak, final),
     "linear": lambda s: _linear(jnp.clip((s - warmup_steps) / decay_steps, 0, 1), peak, final),
@@ -46,7 +40,7 @@ def learning_rate(
       jnp.clip((s - (num_train_steps - cooldown)) / cooldown, 0, 1), peak, final
     ),
   }
-  decay = decays[decay_type]
+  decay = decays[opt.decay_type]
 
   def schedule(step):
     step = jnp.asarray(step, jnp.float32)
@@ -56,31 +50,26 @@ def learning_rate(
   return schedule
 
 
-def rho(
-  *,
-  kind: str,
-  rho: float,
-  warmup_steps: int,
-  pieces: str,
-  num_train_steps: int,
-  relative_learning_rate: Schedule,
-) -> float | Schedule:
+def rho(opt: Any) -> float | Schedule:
   """The radius over time, or the float it always is.
 
   `warmup` rises linearly from 0; `lr` is proportional to the learning rate; `piecewise` multiplies
-  by the last of `pieces` ("fraction:factor,...") whose fraction of training has passed, and by 0
-  before the first.
+  by the last of `rho_pieces` ("fraction:factor,...") whose fraction of training has passed, and by
+  0 before the first.
   """
-  if kind == "constant" or rho == 0:
-    return float(rho)
-  if kind == "warmup":
-    return lambda step: rho * jnp.clip(jnp.asarray(step, jnp.float32) / max(warmup_steps, 1), 0, 1)
-  if kind == "lr":
-    return lambda step: rho * relative_learning_rate(step)
-  parsed = parse_pieces(pieces)
-  starts = jnp.asarray([round(fraction * num_train_steps) for fraction, _ in parsed])
+  radius = float(opt.rho)
+  if opt.rho_schedule == "constant" or radius == 0:
+    return radius
+  if opt.rho_schedule == "warmup":
+    warmup_steps = max(opt.rho_warmup_steps, 1)
+    return lambda step: radius * jnp.clip(jnp.asarray(step, jnp.float32) / warmup_steps, 0, 1)
+  if opt.rho_schedule == "lr":
+    rate, peak = learning_rate(opt), opt.peak_learning_rate
+    return lambda step: radius * (rate(step) / peak)
+  parsed = parse_pieces(opt.rho_pieces)
+  starts = jnp.asarray([round(fraction * opt.num_train_steps) for fraction, _ in parsed])
   factors = jnp.asarray([0.0, *(factor for _, factor in parsed)], jnp.float32)
-  return lambda step: rho * factors[jnp.sum(jnp.asarray(step) >= starts)]
+  return lambda step: radius * factors[jnp.sum(jnp.asarray(step) >= starts)]
 
 
 def parse_pieces(text: str) -> list[tuple[float, float]]:
