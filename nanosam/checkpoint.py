@@ -43,6 +43,15 @@ class Restored(NamedTuple):
   run: dict[str, Any]  # whatever JSON was saved beside the state
 
 
+def found_steps(workdir: epath.Path) -> list[int]:
+  """Steps of the finished checkpoints on disk, without opening any."""
+  folder = workdir / FOLDER
+  if not folder.is_dir():
+    return []
+  steps = (path for path in folder.iterdir() if path.name.isdigit())
+  return sorted(int(path.name) for path in steps if ocp.utils.is_checkpoint_finalized(path))
+
+
 class Checkpoints:
   """Saves in the background; keeps the newest few and the best by eval loss."""
 
@@ -89,9 +98,8 @@ class Checkpoints:
         f"cannot use the checkpoint folder {self._folder}: {e.strerror or e}; fix or move it"
       ) from e
     except ValueError as e:  # orbax reads every eval loss at once, and one cannot be read
-      broken = [
-        step for step in self.found() if not _has_readable_metrics(self._folder / str(step))
-      ]
+      found = found_steps(self._folder.parent)
+      broken = [step for step in found if not _has_readable_metrics(self._folder / str(step))]
       if not broken or self._read_only:
         raise UserError(f"cannot read the checkpoints {broken} in {self._folder}: {e}") from e
       self._move_aside(broken)
@@ -99,13 +107,6 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     return sorted(self._manager.all_steps())
-
-  def found(self) -> list[int]:
-    """Steps of the finished checkpoints on disk, without opening any."""
-    if not self._folder.is_dir():
-      return []
-    steps = (path for path in self._folder.iterdir() if path.name.isdigit())
-    return sorted(int(path.name) for path in steps if ocp.utils.is_checkpoint_finalized(path))
 
   def save(
     self,
@@ -240,7 +241,7 @@ class Checkpoints:
     try:
       yield
     except Exception as e:
-      good = self.found()
+      good = found_steps(self._folder.parent)
       last = f"the last good one is of step {good[-1]}" if good else "there is no good one yet"
       raise UserError(
         f"could not save a checkpoint in {self._folder}: {_reason(e)}; {last}. "

@@ -97,9 +97,9 @@ class Member(Hosts):
       message = {"end": gone, "code": Interrupted.exit_code}
     self._end = message["end"], message["code"]
     self._over.set()
-    if not self._leaving:
-      if self.first:
-        time.sleep(1)  # JAX aborts the others as soon as this process ends: let them speak first
+    if self.first and not self._leaving:
+      time.sleep(1)  # JAX aborts the others as soon as this process ends: let them speak first
+    if not self._leaving:  # else it closes its files by itself
       _exit(*self._end)
 
   def gather(self, value: T) -> list[T]:

@@ -60,11 +60,6 @@ class Difference:
   pairs: int
   intervals: dict[str, paired.Interval]
 
-  @property
-  def interval(self) -> paired.Interval | None:
-    """The widest claim there is."""
-    return next(filter(None, map(self.intervals.get, tables.WIDEST_CLAIM_FIRST)), None)
-
 
 @dataclasses.dataclass
 class Group:
@@ -73,7 +68,7 @@ class Group:
   cells: list[Cell]
   best: Cell
   difference: Difference | None = None
-  to_target: float | None = None  # on the view's axis, mean over seeds; None: not all get there
+  to_target: float | None = None  # where the curve, averaged over seeds, meets it; None: nowhere
 
   @property
   def mean(self) -> float:
@@ -148,7 +143,10 @@ def compare(
       if group is not base:
         group.difference = difference(group.best, base.best, confidence, sequences=budget is None)
         if group.difference is None and group.best.runs:
-          notes.append(f"{group.label} and {baseline} share no seed: no paired difference")
+          notes.append(
+            f"{group.label} and {baseline} share no seed, or not all of those finished: no paired "
+            "difference"
+          )
   else:
     labels = ", ".join(g.label for g in groups)
     notes.append(f"there is no baseline '{baseline}' among {labels}: no differences")
@@ -159,10 +157,14 @@ def compare(
 
 
 def _split(runs: Iterable[Run], keys: Sequence[str]) -> dict[str, list[Run]]:
-  parts: dict[str, list[Run]] = collections.defaultdict(list)
+  """By label: short, unless that makes two values look alike."""
+  parts: dict[tuple[Any, ...], list[Run]] = collections.defaultdict(list)
   for run in runs:
-    parts[", ".join(tables.show(run.keys.get(k)) for k in keys)].append(run)
-  return parts
+    parts[tuple(run.keys.get(k) for k in keys)].append(run)
+  labels = {values: ", ".join(map(tables.show, values)) for values in parts}
+  alike = [label for label, n in collections.Counter(labels.values()).items() if n > 1]
+  labels |= {v: ", ".join(map(str, v)) for v, label in labels.items() if label in alike}
+  return {labels[values]: members for values, members in parts.items()}
 
 
 def _group(
@@ -182,6 +184,7 @@ def _group(
   cells = []
   for runs in _split(members, tune).values():
     values = {k: runs[0].keys[k] for k in tune if k in runs[0].keys}
+    _refuse_same_seeds(runs)
     losses = {r.replicate: loss(r) for r in sorted(runs, key=lambda r: r.replicate)}
     cells.append(Cell(values, losses, {r.replicate: r for r in runs if r.state == FINISHED}))
   shared = set.intersection(*(set(c.losses) for c in cells))
@@ -189,12 +192,25 @@ def _group(
   return Group(label, {k: members[0].keys.get(k) for k in by}, cells, best)
 
 
+def _refuse_same_seeds(runs: Iterable[Run]) -> None:
+  """Runs of one cell may still differ in what is not compared, as how often they are evaluated."""
+  seen: dict[tuple[int, int], Run] = {}
+  for run in runs:
+    if other := seen.get(run.replicate):
+      raise UsageError(
+        f"{other.path} and {run.path} have the same settings, seed and data_seed: only one of them "
+        "can count; leave the other out"
+      )
+    seen[run.replicate] = run
+
+
 def difference(
   cell: Cell, base: Cell, confidence: float, sequences: bool = True
 ) -> Difference | None:
-  """Of the runs that share their seeds, None without any; `sequences`: also over eval text."""
-  common = [r for r in cell.runs if r in base.runs]
-  if not common:
+  """Of the runs that share their seeds; None without any, or where one diverged, since a mean over
+  the survivors would flatter. `sequences`: also over eval text."""
+  common = [r for r in cell.losses if r in base.losses]
+  if not common or not all(r in cell.runs and r in base.runs for r in common):
     return None
   delta_S = np.array([cell.losses[r] - base.losses[r] for r in common])
   found = {"seeds": paired.over_seeds(delta_S, confidence)}
@@ -210,9 +226,8 @@ def difference(
   return Difference(float(delta_S.mean()), len(common), intervals)
 
 
-def reach(run: Run, axis: str, target: float) -> float | None:
-  """Where the eval curve first meets the target, between evaluations by a straight line."""
-  x, y = run.curve(axis)
+def reach(x: np.ndarray, y: np.ndarray, target: float) -> float | None:
+  """Where a curve first meets the target, between its points by a straight line."""
   below = np.flatnonzero(y <= target)
   if not len(below):
     return None
@@ -224,9 +239,11 @@ def reach(run: Run, axis: str, target: float) -> float | None:
 
 
 def _to_target(cell: Cell, axis: str, target: float) -> float | None:
-  there = [reach(run, axis, target) for run in cell.runs.values()]
-  reached = [x for x in there if x is not None]
-  return float(np.mean(reached)) if reached and len(reached) == len(cell.losses) else None
+  curves = [run.curve(axis) for run in cell.runs.values()]
+  if len(curves) < len(cell.losses) or len({len(x) for x, _ in curves}) > 1:
+    return None  # one diverged, or they were not evaluated at the same steps
+  x, y = np.mean(curves, axis=0)
+  return reach(x, y, target)
 
 
 def _tuning_notes(group: Group, tune: Sequence[str]) -> list[str]:
@@ -276,7 +293,13 @@ def _schedule_notes(runs: Sequence[Run], view: str, budget: float) -> list[str]:
 
 
 def _environment_notes(runs: Sequence[Run]) -> list[str]:
-  notes = []
+  notes = [
+    f"warning: until step {change['step']} {run.path} was made with other settings "
+    f"({'; '.join(change['keys'])})"
+    for run in runs
+    for change in run.environment.get("changes", [])
+    if change["keys"]
+  ]
   for name in ("git_commit", "packages", "devices"):
     found = {json.dumps(r.environment.get(name), sort_keys=True) for r in runs}
     if len(found) > 1:

@@ -140,7 +140,8 @@ class Transformer(nn.Module):
       self.param("unembed", embed_init, (cfg.V, cfg.D))  # used by the head alone
 
     L = tokens_BxL.shape[1]
-    x_BxLxD = gathered(embed_VxD, cfg.dtype)[tokens_BxL].astype(cfg.wide)
+    # Widened before the lookup: on the way back many tokens add up in one row.
+    x_BxLxD = gathered(embed_VxD, cfg.dtype).astype(cfg.wide)[tokens_BxL]
     x_BxLxD += gathered(pos_LxD, cfg.dtype)[None, :L].astype(cfg.wide)
     x_BxLxD = split_over_batch(x_BxLxD)
 

@@ -17,7 +17,7 @@ from clu import parameter_overview
 from nanosam import config as config_lib
 from nanosam import errors, flops, runtime, sharding, watch
 from nanosam import workdir as workdir_lib
-from nanosam.checkpoint import Checkpoints
+from nanosam.checkpoint import Checkpoints, found_steps
 from nanosam.cluster import Hosts, joined
 from nanosam.data.batch import Batch, Reading, batch_hash, combine_hashes
 from nanosam.data.pipeline import Source, eval_set, merge_states, source_of
@@ -84,6 +84,7 @@ class Pending(NamedTuple):
   step: int
   metrics: dict[str, jax.Array]
   batch: Batch
+  epoch: float  # of the data, after it
 
 
 @dataclasses.dataclass
@@ -158,7 +159,12 @@ class Run:
     self.state, self.at, self.cost = self.restore_or_init()
 
   def restore_or_init(self) -> tuple[TrainState, Position, Cost]:
-    if self.checkpoints and self.checkpoints.steps():
+    if self.checkpoints and (steps := self.checkpoints.steps()):
+      if steps[-1] > (wanted := self.c.opt.num_train_steps):
+        raise errors.UsageError(
+          f"{self.workdir} stands at step {steps[-1]}, beyond opt.num_train_steps={wanted}: ask "
+          "for more, or use another workdir"
+        )
       if self.hosts.first:
         settings = config_lib.to_dict(self.c)
         workdir_lib.check_unchanged(self.files, settings, self.c.allow_changed_keys)
@@ -169,6 +175,11 @@ class Run:
         at = Position(**self.hosts.from_first(found))
         return restored.state, at, Cost(**restored.run["cost"])
     if self.hosts.first:
+      if not self.checkpoints and found_steps(self.workdir.home):
+        raise errors.UsageError(
+          f"{self.workdir} holds checkpoints, which a run with checkpoint=False would neither "
+          "continue nor replace: use another workdir"
+        )
       refuse_finished(self.files)
     return self.trainer.init(self.c.seed), Position(), Cost()
 
@@ -197,6 +208,7 @@ class Run:
     }
     settings, env = config_lib.to_dict(c), workdir_lib.environment(**facts)
     if self.hosts.first:
+      env |= workdir_lib.changes(self.files, settings, env, self.at.step)
       workdir_lib.write_config(self.files, settings, env)
     overview = parameter_overview.get_parameter_overview(params, include_stats=False)
     self.say(f"{overview}\n{flops_per_step:.3g} FLOPs a step")
@@ -251,13 +263,13 @@ class Run:
       if self.finished() or stopping:
         return
       with self.meter.waiting_for_data():
-        batch = next(self.stream)
+        batch, epoch = next(self.stream), self.stream.epoch()
       self.at.step += 1
       on_devices = sharding.to_devices(batch, self.mesh)
       self.state, metrics = self.profiler.call(self.at.step, self.step_fn, self.state, on_devices)
       if pending:
         self.log(pending)  # of the step before: the device is busy while the host reads
-      pending = Pending(self.at.step, metrics, batch)
+      pending = Pending(self.at.step, metrics, batch, epoch)
 
   def log(self, pending: Pending) -> None:
     """Reads a finished step: the guard's verdict, the cost, and now and then a record."""
@@ -273,15 +285,15 @@ class Run:
       if self.checkpoints:
         self.checkpoints.check()  # a save that failed in the background
       self.workdir.check()
-      values = {**metrics, **self.meter.read(), **self.data_metrics(pending.batch)}
+      values = {**metrics, **self.meter.read(), **self.data_metrics(pending)}
       self.writers.write(step, values)
       self.progress.update(step, loss=loss, tokens_per_sec=values["perf/tokens_per_sec"])
 
-  def data_metrics(self, batch: Batch) -> dict[str, Any]:
+  def data_metrics(self, pending: Pending) -> dict[str, Any]:
     """How far the data has got, and a hash that proves which tokens a step saw."""
     first_row = sharding.local_rows(self.mesh, self.c.batch_size).start
-    hashes = self.hosts.gather(batch_hash(batch, first_row))
-    return {"data/epoch": self.stream.epoch(), "data/batch_hash": combine_hashes(hashes)}
+    hashes = self.hosts.gather(batch_hash(pending.batch, first_row))
+    return {"data/epoch": pending.epoch, "data/batch_hash": combine_hashes(hashes)}
 
   def bad_step(self, pending: Pending, metrics: dict[str, Any]) -> errors.UserError:
     self.writers.write(pending.step, metrics)

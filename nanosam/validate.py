@@ -103,6 +103,11 @@ def _method(c: ml_collections.ConfigDict) -> None:
   o = c.opt
   direction, path = registry.resolve(o)
   need(0 <= o.phi <= math.pi / 2, f"opt.phi={o.phi} must lie in [0, pi/2]")
+  need(
+    o.method != "momentum_precond_func_sam" or o.precond_variant == "post",
+    f"opt.precond_variant={o.precond_variant} is for precond_sam and precond_func_sam: {o.method} "
+    "has one form",
+  )
   need(abs(o.momentum_sign) == 1, f"opt.momentum_sign={o.momentum_sign} must be 1 or -1")
   if o.rho_schedule == "piecewise":
     try:

@@ -163,6 +163,21 @@ def write_config(workdir: pathlib.Path, config: Mapping[str, Any], env: Mapping[
   )
 
 
+def changes(
+  workdir: pathlib.Path, config: Mapping[str, Any], env: Mapping[str, Any], step: int
+) -> dict[str, Any]:
+  """For the environment of a run that goes on at `step`: with what else it was made until there."""
+  if not step:
+    return {}
+  old = read_config(workdir)
+  before = old.pop(ENVIRONMENT, {})
+  history = before.get("changes", [])
+  keys, commit = config_lib.changed_keys(old, config), before.get("git_commit")
+  if keys or commit != env["git_commit"]:
+    history = [*history, {"step": step, "keys": keys, "git_commit": commit}]
+  return {"changes": history} if history else {}
+
+
 def read_config(workdir: pathlib.Path | epath.Path) -> dict[str, Any]:
   """The config a run was made with, as plain values (its environment included)."""
   path = workdir / CONFIG_FILE

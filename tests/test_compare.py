@@ -55,7 +55,7 @@ def test_means_differences_and_intervals_of_known_numbers(tmp_path):
   for name in ("seeds", "both"):  # all sequences alike: nothing to add
     interval = sam.difference.intervals[name]
     assert (interval.low, interval.high) == pytest.approx((-0.03 - half, -0.03 + half), abs=1e-6)
-  assert sam.difference.interval.covers == paired.BOTH
+  assert sam.difference.intervals["both"].covers == paired.BOTH
 
 
 @pytest.mark.parametrize("S", [2, 3, 5])
@@ -89,7 +89,7 @@ def test_pairing_takes_out_what_both_share(tmp_path):
     write_run(tmp_path, "adamw", seed, seq=shared + rng.normal(0, 0.01, ROWS))
     write_run(tmp_path, "sam", seed, seq=shared - 0.02 + rng.normal(0, 0.01, ROWS))
   sam = compare.compare(read(tmp_path)).group("sam")
-  interval = sam.difference.interval
+  interval = sam.difference.intervals["both"]
   assert interval.low < -0.02 < interval.high
   assert interval.high - interval.low < 0.02 < sam.deviation
 
@@ -210,7 +210,7 @@ def test_missing_seeds_are_named(tmp_path):
   report = compare.compare(read(tmp_path))
   assert any("sam has no run with (seed, data_seed) (2, 2)" in n for n in report.notes)
   assert any("func_sam and adamw share no seed" in n for n in report.notes)
-  assert report.group("sam").difference.interval.covers == paired.UNITS
+  assert report.group("sam").difference.intervals.keys() == {"units"}
 
 
 def test_views_at_equal_compute_and_time_read_the_curves(tmp_path):
@@ -233,6 +233,53 @@ def test_steps_to_target(tmp_path):
   assert report.group("adamw").to_target == 1200
   assert report.group("sam").to_target == pytest.approx(900)
   assert report.group("func_sam").to_target is None
+
+
+def test_steps_to_target_are_read_off_the_mean_curve(tmp_path):
+  """Of several seeds one at least ends above their mean."""
+  for seed, shift in ((1, 0.1), (2, -0.1)):
+    write_run(tmp_path, "adamw", seed, curve={600: 4.0 + shift, 1200: 3.5 + shift})
+    write_run(tmp_path, "sam", seed, curve={600: 3.7 + shift, 1200: 3.3 + shift})
+  report = compare.compare(read(tmp_path))
+  assert report.group("adamw").to_target == pytest.approx(1200)
+  assert report.group("sam").to_target == pytest.approx(900)
+
+
+def test_a_method_that_diverges_on_a_seed_has_no_mean_over_the_others(tmp_path):
+  for seed in (1, 2):
+    write_run(tmp_path, "adamw", seed, 3.5)
+  write_run(tmp_path, "sam", 1, 3.4)
+  bad = write_run(tmp_path, "sam", 2)
+  (bad / "metrics.jsonl").write_text('{"step": 70, "train/loss": "NaN", "guard/nonfinite": 1}\n')
+  report = compare.compare(read(tmp_path))
+  assert report.group("sam").difference is None and report.group("sam").mean == np.inf
+  assert any("not all of those finished" in n for n in report.notes)
+
+
+def test_values_that_look_alike_are_not_one_setting(tmp_path):
+  write_run(tmp_path, "adamw", 1)
+  for phi, loss in ((0.7853981633974483, 3.4), (0.785398, 3.6)):
+    write_run(tmp_path, "angle_sam", 1, loss, keys={"opt.phi": phi})
+  report = compare.compare(read(tmp_path), tune=["opt.phi"])
+  assert sorted(c.mean() for c in report.group("angle_sam").cells) == pytest.approx([3.4, 3.6])
+  by = compare.compare(read(tmp_path), by=["opt.method", "opt.phi"], baseline="adamw, -")
+  assert len(by.groups) == 3
+
+
+def test_two_runs_of_one_seed_that_differ_in_nothing_that_is_compared(tmp_path):
+  write_run(tmp_path, "adamw", 1)
+  for every in (100, 500):
+    write_run(tmp_path, "sam", 1, keys={"eval_every_steps": every})
+  with pytest.raises(UsageError, match="only one of them can count"):
+    compare.compare(read(tmp_path))
+
+
+def test_a_run_that_went_on_under_other_settings_is_told(tmp_path):
+  changes = [{"step": 70, "keys": ["opt.rho: 0.1 -> 0.2"], "git_commit": None}]
+  write_run(tmp_path, "adamw", 1)
+  write_run(tmp_path, "sam", 1, env={"changes": changes})
+  notes = compare.compare(read(tmp_path)).notes
+  assert any("until step 70" in n and "opt.rho: 0.1 -> 0.2" in n for n in notes)
 
 
 def test_the_command(tmp_path, capsys):

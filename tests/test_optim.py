@@ -12,7 +12,8 @@ from conftest import random_batch
 
 from nanosam import flops, sharding
 from nanosam.errors import UsageError
-from nanosam.optim import base, schedules
+from nanosam.optim import base, guard, schedules
+from nanosam.optim.gradient import Estimate
 from nanosam.optim.passes import Passes
 from nanosam.optim.registry import METHODS
 from nanosam.sharding import STACKED
@@ -269,6 +270,7 @@ def test_a_base_that_cannot_carry_the_method(tiny_config, method, base_name, wor
     (dict(method="precon_func_sam"), "precond_func_sam"),
     (dict(rho_schedule="piecewise", rho_pieces="0.8"), "fraction:factor"),
     (dict(perturb_group=3), "perturb_group"),
+    (dict(method="momentum_precond_func_sam", precond_variant="paper"), "has one form"),
     (dict(method="momentum_sam", log_gradient_cosine=True), "gradient at theta"),
   ],
 )
@@ -429,6 +431,16 @@ def test_a_bad_gradient_where_rho_is_scheduled_to_be_zero_is_no_second_pass(
   state, history = steps(c, 1)
   assert history[0]["guard/nonfinite"] == 1 and history[0]["guard/perturbed_nonfinite"] == 0
   jax.tree.map(np.testing.assert_array_equal, state.params, start)
+
+
+def test_a_plain_gradient_that_is_bad_where_nothing_is_perturbed_is_no_second_pass(tiny_config):
+  """opt.perturb_params leaves b out: then eps is fine, and only the gradient shows the trouble."""
+  tiny_config.guard.update(policy="abort", perturbed="plain")
+  bad = {"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])}
+  estimated = Estimate(bad, bad, {"train/loss": jnp.ones(())}, unperturbed=0.0)
+  verdict = guard.judge(tiny_config.guard, estimated, guard.Counts.zero())
+  assert not verdict.accept
+  assert (verdict.counts.nonfinite, verdict.counts.perturbed_nonfinite) == (1, 0)
 
 
 def test_schedules_go_by_the_updates_that_were_made(tiny_config):

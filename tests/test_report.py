@@ -86,7 +86,7 @@ def test_the_page_says_what_compare_says(study, written):
   found, _ = runs.find_runs([study])
   narrow = [r for r in found if r.keys["model.D"] == 64]
   expected = compare.compare(narrow, tune=["opt.rho"]).group("precond_func_sam")
-  low, high = expected.difference.interval[:2]
+  low, high = expected.difference.intervals["both"][:2]
   for name in ("report.html", "report.md"):
     text = (written / name).read_text()
     for words in (

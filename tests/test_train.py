@@ -67,6 +67,8 @@ def test_metrics_have_the_keys_of_the_contract(whole):
     assert not (performance | optimizer) - record.keys()
   for record in evals:
     assert record.keys() >= {"eval/loss", "eval/loss_sem", "eval/bits_per_byte"}
+  epochs = np.array([r["data/epoch"] for r in training])
+  np.testing.assert_allclose(epochs, epochs[0] * np.arange(1, 17))
   assert [r["tokens"] for r in training] == [8 * 32 * step for step in range(1, 17)]
   assert evals[1]["eval/loss"] < evals[0]["eval/loss"] - 0.1 < np.log(512)
 
@@ -129,6 +131,21 @@ def test_the_best_checkpoint_is_found_by_the_record(whole, tmp_path):
 
 
 # How it goes on.
+
+
+def test_without_checkpoints_it_does_not_start_over_beside_some(commands, at_12):
+  before = content(at_12)
+  outcome = commands.train(at_12, checkpoint=False, opt__method="sam")
+  assert outcome.code == 2
+  outcome.says_in_one_line("holds checkpoints", "another workdir")
+  assert content(at_12) == before
+
+
+def test_a_run_that_is_beyond_its_end(commands, at_12):
+  outcome = commands.train(at_12, opt__num_train_steps=10, allow_changed_keys=True)
+  assert outcome.code == 2
+  outcome.says_in_one_line("stands at step 12, beyond opt.num_train_steps=10")
+  assert steps(at_12)[-1] == 12
 
 
 def test_a_run_survives_everything(commands, whole, tmp_path):
@@ -245,6 +262,8 @@ def test_changed_keys(commands, at_12):
   assert outcome.code == 0, outcome.err
   config = json.loads((at_12 / "config.json").read_text())
   assert config["opt"]["peak_learning_rate"] == 0.02
+  (change,) = config["environment"]["changes"]
+  assert change["step"] == 12 and "opt.peak_learning_rate: 0.01 -> 0.02" in change["keys"]
   assert [s for s, name, _ in losses(at_12) if name == "train/loss"][-3:] == [12, 15, 16]
 
 

@@ -48,7 +48,9 @@ def judge(guard: Any, estimated: Estimate, counts: Counts) -> Verdict:
       lambda x, plain: jnp.where(second_bad, plain, x), gradient, estimated.plain
     )
     norms = norms_by_group(gradient)
-    accept = first_good & jnp.isfinite(optax.tree.norm(norms))
+    # What the perturbation leaves out may be bad at theta too, and reach only the gradient.
+    accept = first_good = first_good & jnp.isfinite(optax.tree.norm(norms))
+    second_bad &= first_good
   counts = Counts(
     counts.nonfinite + ~first_good,
     counts.perturbed_nonfinite + second_bad,
