@@ -188,7 +188,6 @@ def _draw_points(ax: Any, points: Mapping[str, Sequence[tuple[float, float]]]) -
 
 
 class Row(NamedTuple):
-  label: str
   method: str
   mean: float
   low: float | None
@@ -207,7 +206,7 @@ def differences(target: Target, rows: Sequence[Row], confidence: float) -> None:
       if row.paper is not None:
         ax.plot(row.paper, y, color=MUTED, marker="x", markersize=6, linestyle="none")
     ax.axvline(0, color=INK, linewidth=1)
-    ax.set_yticks(range(len(rows)), [row.label for row in rows])
+    ax.set_yticks(range(len(rows)), [row.method for row in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     cross = "; x: the paper" if any(row.paper is not None for row in rows) else ""
     ax.set_xlabel(f"eval loss minus adamw, {confidence:.0%} interval (left is better){cross}")

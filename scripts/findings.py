@@ -206,5 +206,5 @@ def difference_rows(report: dict[str, Any], paper: dict[str, float | None]) -> l
     i, theirs, base = tables.interval(g), paper.get(g["label"]), paper.get(ADAMW)
     published = theirs - base if theirs is not None and base is not None else None
     low, high = (i["low"], i["high"]) if i else (None, None)
-    rows.append(plots.Row(g["label"], g["label"], g["difference"], low, high, published))
+    rows.append(plots.Row(g["label"], g["difference"], low, high, published))
   return rows

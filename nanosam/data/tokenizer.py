@@ -102,9 +102,7 @@ def _cut(text: str, size: int) -> Iterator[str]:
   yield text[start:]
 
 
-def train_tokenizer(
-  texts: Iterable[str], vocab_size: int, model_type: str = "bpe", name: str = "the tokenizer"
-) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, model_type: str = "bpe") -> Tokenizer:
   """A vocabulary for the lines of `texts`; the same text gives the same model.
 
   Nothing is normalised: spaces and indentation are pieces, and what the vocabulary lacks
@@ -139,7 +137,7 @@ def train_tokenizer(
     )
   except RuntimeError as e:
     raise UsageError(f"cannot train a tokenizer of vocab_size={vocab_size}: {_reason(e)}") from e
-  return Tokenizer(model.getvalue(), name)
+  return Tokenizer(model.getvalue())
 
 
 def _reason(error: RuntimeError) -> str:
