@@ -219,7 +219,7 @@ def differences_figure(
   plots.differences(buffer := io.StringIO(), rows, CONFIDENCE)
   values = Table(
     ["method", f"minus {ADAMW}", "low", "high", "paper"],
-    [[r.method, *(tables.number(x, "+.4f") for x in r[2:])] for r in rows],
+    [[r.method, *(tables.number(x, "+.4f") for x in r[1:])] for r in rows],
   )
   caption = f"Eval loss minus {ADAMW}'s"
   return [Figure(f"{name}-differences", caption, buffer.getvalue(), values)]
