@@ -177,5 +177,5 @@ def test_storage_that_needs_another_package(tmp_path, monkeypatch):
     raise ImportError("Please install gcsfs")
 
   monkeypatch.setattr(backend.fsspec_backend, "_get_filesystem", missing)
-  with pytest.raises(UsageError, match=r"pip install 'nanosam\[gcs\]'"):
+  with pytest.raises(UsageError, match=r"pip install -e '\.\[gcs\]'"):
     open_it("tokens:gs://b/store", tmp_path / "cache")
