@@ -50,16 +50,19 @@ class Group:
       "NANOSAM_NUM_PROCESSES": str(size),
       "NANOSAM_PROCESS_ID": str(i),
     }
-    return subprocess.Popen(
-      command,
-      env={**os.environ, **share_of_devices(i, size, os.environ), **cluster},
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-      errors="replace",
-      start_new_session=True,  # a terminal's ctrl-C reaches it through us alone, and once
-    )
+    try:
+      return subprocess.Popen(
+        command,
+        env={**os.environ, **share_of_devices(i, size, os.environ), **cluster},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a terminal's ctrl-C reaches it through us alone, and once
+      )
+    except OSError as e:
+      raise UsageError(f"cannot run {command[0]}: {e.strerror or e}") from e
 
   def send(self, number: int) -> None:
     for process in self._processes:

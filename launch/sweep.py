@@ -34,6 +34,7 @@ from typing import Any
 from nanosam import errors, runs, sweep
 from nanosam.command import Parser
 from nanosam.errors import Interrupted, UsageError, UserError
+from nanosam.files import disk_errors
 from nanosam.sweep import Planned
 from nanosam.workdir import CONFIG_FILE
 from nanosam.writers import METRICS_FILE
@@ -287,6 +288,8 @@ def main(argv: list[str]) -> None:
     raise UsageError(f"{args.sweep} has no runs")
   if args.dry_run:
     return print_plan(planned)
+  with disk_errors(args.out):
+    args.out.mkdir(parents=True, exist_ok=True)
   outcomes = execute(planned, args.backend, args.jobs, say=lambda line: print(line, flush=True))
   print(table(planned, outcomes), flush=True)
   check_outcomes(outcomes, shlex.join(["python", *argv]))

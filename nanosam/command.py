@@ -2,10 +2,12 @@
 
 import argparse
 import pathlib
+import tempfile
 from typing import NoReturn
 
 from nanosam.data.remote import is_remote
 from nanosam.errors import UsageError
+from nanosam.files import disk_errors
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,10 +35,16 @@ class RunParser(Parser):
 
 
 def results_folder(args: argparse.Namespace) -> pathlib.Path:
-  """Where a command over a run leaves its files; asked before it measures."""
+  """Where a command over a run leaves its files; writable before it measures."""
   if is_remote(args.workdir) and not args.out:
     raise UsageError(f"{args.workdir} is remote: say where the results go, --out=DIR")
-  return pathlib.Path(args.out or args.workdir)
+  out = pathlib.Path(args.out or args.workdir)
+  with disk_errors(out):
+    if args.out:
+      out.mkdir(parents=True, exist_ok=True)
+    if out.is_dir():  # else there is no such run, as its loading will say
+      tempfile.TemporaryFile(dir=out).close()
+  return out
 
 
 def numbers(text: str) -> tuple[float, ...]:

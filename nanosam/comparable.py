@@ -78,7 +78,7 @@ def _data_difference(a: Run, b: Run) -> str:
         "on the same"
       )
   if a.state == b.state == FINISHED and not np.array_equal(a.weight_R, b.weight_R):
-    return "were evaluated on different sequences; evaluate again"
+    return "were evaluated on different sequences; train them again with one eval set"
   return ""
 
 

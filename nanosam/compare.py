@@ -123,6 +123,9 @@ def compare(
   if not finished:
     raise UserError("no finished run to compare: train some first, with launch/sweep.py say")
   check_comparable(runs, {*by, *tune})
+  for run in finished if view != "steps" else ():
+    if any(AXES[view] not in r for r in run.evals):
+      raise UserError(f"{run.path} has evaluations without '{AXES[view]}': use another --view")
   budget = None if view == "steps" else min(r.evals[-1][AXES[view]] for r in finished)
   notes = _environment_notes(finished)
   if budget is not None:
@@ -358,6 +361,8 @@ def main(argv: list[str]) -> None:
   if not 0 < args.confidence < 1:
     raise UsageError(f"--confidence={args.confidence} must lie between 0 and 1")
   runs, notes = find_runs(args.folders)
+  if notes and not any(r.state == FINISHED for r in runs):
+    raise UserError(f"no finished run to compare; {notes[0]}")
   report = compare(
     runs,
     by=args.by.split(","),

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -259,19 +260,29 @@ def load(spec: str) -> ml_collections.ConfigDict:
     there = (
       sorted(f for f in os.listdir(folder) if f.endswith(".py")) if os.path.isdir(folder) else []
     )
-    known = nearest(os.path.basename(file), there) if there else f"no such folder: {folder}"
+    nothing = "no such folder" if not os.path.isdir(folder) else "no .py file in"
+    known = nearest(os.path.basename(file), there) if there else f"{nothing}: {folder}"
     raise UsageError(f"config file {file} does not exist; {known}")
+  if not file.endswith(".py"):
+    raise UsageError(f"config file {file} is not a .py file")
   module_spec = importlib.util.spec_from_file_location("nanosam_config", file)
   assert module_spec is not None and module_spec.loader is not None
   module = importlib.util.module_from_spec(module_spec)
   try:
     module_spec.loader.exec_module(module)
-    return module.get_config(arg)
+    config = module.get_config(arg)
   except UsageError:
     raise
   except Exception as e:  # whatever is wrong in the user's file, say where, in one line
-    line = " ".join(str(e).split())
-    raise UsageError(f"config file {file}: {type(e).__name__}: {line}") from e
+    where = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
+    said = " ".join(str(e).split())
+    if len(said) > 300:  # ml_collections puts the whole config before what is wrong with a key
+      said = f"... {said[-200:]}"
+    line = f", line {where[-1]}" if where else ""
+    raise UsageError(f"config file {file}{line}: {type(e).__name__}: {said}") from e
+  if not isinstance(config, ml_collections.ConfigDict):
+    raise UsageError(f"config file {file}: get_config returned {type(config).__name__}, no config")
+  return config
 
 
 def from_command_line(argv: list[str]) -> ml_collections.ConfigDict:

@@ -39,6 +39,9 @@ def run(main: Callable[[list[str]], None]) -> None:
   except UserError as e:
     say(str(e))
     sys.exit(e.exit_code)
+  except KeyboardInterrupt:  # training and sweeps save first: this is of the other commands
+    say("stopped")
+    sys.exit(130)
   except BrokenPipeError:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try again
     say("stopped: nobody reads the output any more")

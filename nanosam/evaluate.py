@@ -1,6 +1,6 @@
 """Evaluation on a fixed set of sequences: loss with its standard error, bits per byte.
 
-python -m nanosam.evaluate --workdir=DIR [--source=...] [--step=...] [--json]
+python -m nanosam.evaluate --workdir=DIR [--source=...] [--step=...] [--save] [--json]
 """
 
 import functools
@@ -20,11 +20,13 @@ from nanosam import errors, head, sharding
 from nanosam.command import RunParser
 from nanosam.data.batch import Batch, EvalSet
 from nanosam.data.pipeline import eval_set, source_of
+from nanosam.data.remote import is_remote
 from nanosam.errors import UsageError
 from nanosam.files import write_atomically
 from nanosam.model import Params, unembedding
 from nanosam.optim.passes import Net
 from nanosam.restore import Loaded, load_run
+from nanosam.workdir import SEQUENCES_FILE
 
 
 class Evaluation(NamedTuple):
@@ -113,10 +115,14 @@ class Evaluator:
 
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
+  if args.save and (args.source or args.step != "latest" or is_remote(args.workdir)):
+    raise UsageError("--save is for the latest step of a run on this machine, and its own source")
   run = load_run(args.workdir, args.step)
   name = args.source or run.config.data.source
   data = _data(run, name)
   evaluation = Evaluator(run.net, data, run.config.eval_batch_size, run.mesh)(run.params)
+  if args.save:
+    evaluation.save(pathlib.Path(args.workdir) / SEQUENCES_FILE, run.step)
   rows = len(data.batch.inputs_BxL)
   if args.json:
     facts = {"step": run.step, "source": name, "sequences": rows, "documents": data.documents}
@@ -128,6 +134,7 @@ def main(argv: list[str]) -> None:
 def parser() -> RunParser:
   p = RunParser("evaluate", __doc__)
   p.add_argument("--source", default="", help="as data.source in a config (default: the run's own)")
+  p.add_argument("--save", action="store_true", help=f"write the run's {SEQUENCES_FILE} again")
   p.add_argument("--json", action="store_true", help="print one JSON object")
   return p
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from nanosam import errors
 from nanosam.command import Parser
-from nanosam.errors import UserError
+from nanosam.errors import UsageError, UserError
+from nanosam.files import disk_errors
 from nanosam.workdir import read_config
 from nanosam.writers import METRICS_FILE, read_metrics
 
@@ -75,9 +76,11 @@ def figure(target: Target, panels: int, size: tuple[float, float]) -> Iterator[A
     if isinstance(target, io.StringIO):
       fig.savefig(target, format="svg", metadata={"Date": None}, transparent=True)
       return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(target.with_suffix(".svg"), metadata={"Date": None})
-    fig.savefig(target.with_suffix(".png"), dpi=150)
+    stem = target.name.removesuffix(".svg").removesuffix(".png")
+    with disk_errors(target):
+      target.parent.mkdir(parents=True, exist_ok=True)
+      fig.savefig(target.with_name(f"{stem}.svg"), metadata={"Date": None})
+      fig.savefig(target.with_name(f"{stem}.png"), dpi=150)
 
 
 ONE_PANEL = (5.2, 3.5)
@@ -212,9 +215,16 @@ def differences(target: Target, rows: Sequence[Row], confidence: float) -> None:
     ax.set_xlabel(f"eval loss minus adamw, {confidence:.0%} interval (left is better){cross}")
 
 
+def _records(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  path = workdir / METRICS_FILE
+  if not path.is_file():
+    raise UsageError(f"{workdir} holds no run with records: there is no {METRICS_FILE}")
+  return read_metrics(path)
+
+
 def run_curve(target: Target, workdir: pathlib.Path) -> None:
   """Training and eval loss of one run over its steps."""
-  records = read_metrics(workdir / METRICS_FILE)
+  records = _records(workdir)
   with figure(target, 1, (6.4, 3.6)) as (ax,):
     for name, label, style in (
       ("train/loss", "training", dict(color=SKY, linewidth=1)),
@@ -282,7 +292,7 @@ def pruning(target: Target, runs: Sequence[Mapping[str, Any]]) -> None:
 
 def tau_series(workdir: pathlib.Path, prefix: str = "tau") -> dict[str, Any]:
   """(step, tau) of each kind over a run that was trained with diagnostics.every."""
-  records = [r for r in read_metrics(workdir / METRICS_FILE) if f"{prefix}/logit" in r]
+  records = [r for r in _records(workdir) if f"{prefix}/logit" in r]
   if not records:
     raise UserError(
       f"{workdir} has no {prefix}/logit on record: train it with --config.diagnostics.every=STEPS"

@@ -37,7 +37,6 @@ def main(argv: list[str]) -> None:
   first, *others = (
     curve(load_run(workdir, args.step), workdir, args) for workdir in (args.workdir, *args.compare)
   )
-  out.mkdir(parents=True, exist_ok=True)
   found = {**first, "compared": others}
   write_json(out / FILE, found)
   print(table([first, *others]))

@@ -6,6 +6,7 @@ import math
 import pathlib
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,9 +18,9 @@ from nanosam import workdir as workdir_lib
 from nanosam.errors import UserError
 from nanosam.optim import guard
 from nanosam.optim.registry import METHODS
+from nanosam.workdir import SEQUENCES_FILE
 from nanosam.writers import METRICS_FILE, read_metrics
 
-SEQUENCES_FILE = "eval_sequences.npz"
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
 
 # Of no effect where nothing is perturbed.
@@ -110,8 +111,12 @@ def _sequences(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, int]:
       return f["nll"], f["weight"], int(f["step"])
   except FileNotFoundError:
     return np.empty(0), np.empty(0), -1
-  except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
-    raise UserError(f"{path} is damaged ({e}): evaluate that run again, or remove it") from e
+  except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as e:
+    raise UserError(f"{path} is damaged ({e}): {write_again(path.parent)}") from e
+
+
+def write_again(workdir: pathlib.Path) -> str:
+  return f"write it again with python -m nanosam.evaluate --workdir={workdir} --save"
 
 
 def _aborted(keys: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
@@ -151,10 +156,17 @@ def all_runs(folders: Iterable[str | pathlib.Path]) -> tuple[list[Run], list[str
       continue
     runs.append(run)
     if run.state != FINISHED:
-      what = "diverged" if run.state == DIVERGED else "is half-written: it stands"
-      more = "" if run.state == DIVERGED else "; run its command again to go on"
-      notes.append(f"left out {path}: {what} at step {run.step} of {run.steps}{more}")
+      notes.append(f"left out {path}: {_why_not(run)}")
   return runs, notes
+
+
+def _why_not(run: Run) -> str:
+  where = f"at step {run.step} of {run.steps}"
+  if run.state == DIVERGED:
+    return f"diverged {where}"
+  if run.evals and run.evals[-1]["step"] == run.steps:
+    return f"its {SEQUENCES_FILE} is not of the last step: {write_again(run.path)}"
+  return f"is half-written: it stands {where}; run its command again to go on"
 
 
 def refuse_twins(runs: Iterable[Run]) -> None:

@@ -3,6 +3,7 @@
 python -m nanosam.sample --workdir=DIR --prompt="..." [--temperature=0.8] [--top_k=40] [--num=3]
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -50,8 +51,8 @@ class Sampler:
 
   def __init__(self, run: Loaded, *, temperature: float, top_k: int):
     V = run.source.tokenizer.vocab_size
-    if temperature < 0:
-      raise UsageError(f"temperature={temperature} must be at least 0")
+    if not 0 <= temperature < math.inf:
+      raise UsageError(f"temperature={temperature} must be at least 0, and finite")
     if not 0 <= top_k <= V:
       raise UsageError(f"top_k={top_k} must lie between 0 and the vocabulary's {V} tokens")
     self._run, self._L = run, run.config.model.L
@@ -62,6 +63,8 @@ class Sampler:
     """`num` continuations of `prompt`, which they include; text i does not depend on `num`."""
     if num < 1 or length < 1:
       raise UsageError(f"num={num} and length={length} must be at least 1")
+    if not 0 <= seed < 2**32:
+      raise UsageError(f"seed={seed} must lie between 0 and 2**32")
     eos = self._run.source.tokenizer.eos_id
     rows = -(-num // sharding.shards(self._run.mesh)) * sharding.shards(self._run.mesh)
     ids_NxT = np.tile(np.asarray(prompt, np.int32), (rows, 1))

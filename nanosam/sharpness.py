@@ -47,7 +47,6 @@ def main(argv: list[str]) -> None:
   plots.check_installed()
   out = results_folder(args)
   found = measure(load_run(args.workdir, args.step, with_moments=True), args)
-  out.mkdir(parents=True, exist_ok=True)
   write_json(out / FILE, found)
   print(table(found))
   plots.landscape(out / "sharpness", found)
@@ -74,6 +73,8 @@ def check(args: argparse.Namespace) -> None:
   for name, low in lows.items():
     if getattr(args, name) < low:
       raise UsageError(f"--{name}={getattr(args, name)} must be at least {low}")
+  if args.seed >= 2**32:
+    raise UsageError(f"--seed={args.seed} must be less than 2**32")
   for name in ("residual", "sem"):
     if not 0 < getattr(args, name) < 1:
       raise UsageError(f"--{name}={getattr(args, name)} must lie between 0 and 1")

@@ -115,7 +115,7 @@ def position(workdir: pathlib.Path, step: int) -> Position:
 
 def refuse_finished(workdir: pathlib.Path) -> None:
   """Of a finished run that has no checkpoints the record is all there is: it stays."""
-  if not (workdir / workdir_lib.CONFIG_FILE).exists():
+  if not workdir_lib.has_record(workdir):
     return
   steps = workdir_lib.read_config(workdir)["opt"]["num_train_steps"]
   if position(workdir, steps).evaluated == steps:
@@ -159,15 +159,16 @@ class Run:
     self.state, self.at, self.cost = self.restore_or_init()
 
   def restore_or_init(self) -> tuple[TrainState, Position, Cost]:
-    if self.checkpoints and (steps := self.checkpoints.steps()):
+    steps = self.checkpoints.steps() if self.checkpoints else []
+    if self.hosts.first and (steps or workdir_lib.has_record(self.files)):
+      settings = config_lib.to_dict(self.c)
+      workdir_lib.check_unchanged(self.files, settings, self.c.allow_changed_keys)
+    if self.checkpoints and steps:
       if steps[-1] > (wanted := self.c.opt.num_train_steps):
         raise errors.UsageError(
           f"{self.workdir} stands at step {steps[-1]}, beyond opt.num_train_steps={wanted}: ask "
           "for more, or use another workdir"
         )
-      if self.hosts.first:
-        settings = config_lib.to_dict(self.c)
-        workdir_lib.check_unchanged(self.files, settings, self.c.allow_changed_keys)
       if restored := self.checkpoints.restore_newest(self.trainer.abstract_state):
         self.stream.restore(restored.run["data"])
         self.say(f"resuming {self.workdir} at step {restored.step}")
@@ -313,7 +314,7 @@ class Run:
       return False
     step = self.at.step
     if self.hosts.first:
-      evaluation.save(self.files / "eval_sequences.npz", step)
+      evaluation.save(self.files / workdir_lib.SEQUENCES_FILE, step)
     # Last, since the record is what tells a restart that this evaluation is done.
     self.writers.write(step, {**evaluation.metrics(), **dataclasses.asdict(self.meter.cost)})
     self.at.book(step, evaluation.loss)

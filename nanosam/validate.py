@@ -57,6 +57,7 @@ def validate(c: ml_collections.ConfigDict) -> None:
   for keys, low in ((AT_LEAST_ONE, 1), (NOT_NEGATIVE, 0)):
     for key in keys:
       need(values[key] >= low, f"{key}={values[key]} must be at least {low}")
+  need(c.seed < 2**32, f"seed={c.seed} must be less than 2**32: JAX uses no more of it")
   for key in BELOW_ONE:
     need(0 <= values[key] < 1, f"{key}={values[key]} must lie in [0, 1)")
   for key in REGEXES:

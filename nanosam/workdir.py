@@ -22,8 +22,10 @@ from nanosam.cluster import Hosts
 from nanosam.data.remote import is_remote
 from nanosam.errors import UsageError
 from nanosam.files import write_atomically
+from nanosam.writers import METRICS_FILE
 
 CONFIG_FILE = "config.json"
+SEQUENCES_FILE = "eval_sequences.npz"  # the last evaluation, sequence by sequence
 ENVIRONMENT = "environment"  # the one entry of config.json that is not a config key
 PACKAGES = (
   "nanosam",
@@ -163,6 +165,12 @@ def write_config(workdir: pathlib.Path, config: Mapping[str, Any], env: Mapping[
   )
 
 
+def has_record(workdir: pathlib.Path) -> bool:
+  """Whether a run has left anything here but its config."""
+  metrics = workdir / METRICS_FILE
+  return (workdir / CONFIG_FILE).exists() and metrics.is_file() and metrics.stat().st_size > 0
+
+
 def changes(
   workdir: pathlib.Path, config: Mapping[str, Any], env: Mapping[str, Any], step: int
 ) -> dict[str, Any]:
@@ -183,8 +191,8 @@ def read_config(workdir: pathlib.Path | epath.Path) -> dict[str, Any]:
   path = workdir / CONFIG_FILE
   try:
     config = json.loads(path.read_text())
-    if not isinstance(config, dict):
-      raise ValueError("not an object")
+    if not isinstance(config, dict) or not isinstance(config.get("opt"), dict):
+      raise ValueError("not a run's config")
     return config
   except FileNotFoundError:
     raise UsageError(f"{workdir} holds no run: there is no {CONFIG_FILE}") from None

@@ -202,6 +202,28 @@ def test_one_run_in_two_places_is_refused(tmp_path):
     runs.find_runs([tmp_path / "a", tmp_path / "b"])
 
 
+def test_why_there_is_nothing_to_compare(tmp_path):
+  run = write_run(tmp_path, "adamw", 1)
+  sequences = run / "eval_sequences.npz"
+  for content in (b"", b"PK", sequences.read_bytes()[:-40]):
+    sequences.write_bytes(content)
+    with pytest.raises(UserError, match=r"is damaged .*nanosam\.evaluate .* --save"):
+      compare.main(["compare", str(tmp_path)])
+  sequences.unlink()
+  with pytest.raises(UserError, match=r"not of the last step: .* --save"):
+    compare.main(["compare", str(tmp_path)])
+
+
+def test_a_view_that_some_record_lacks(tmp_path):
+  run = write_run(tmp_path, "adamw", 1)
+  lines = (run / "metrics.jsonl").read_text().splitlines()
+  records = [{k: v for k, v in json.loads(x).items() if k != "compute"} for x in lines]
+  (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+  assert compare.compare(read(tmp_path))
+  with pytest.raises(UserError, match="without 'compute'"):
+    compare.compare(read(tmp_path), view="compute")
+
+
 def test_missing_seeds_are_named(tmp_path):
   for seed in (1, 2):
     write_run(tmp_path, "adamw", seed)

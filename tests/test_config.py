@@ -63,6 +63,7 @@ def test_arguments_of_the_file():
     (["--config.opt.decay_type=cosin"], ["cosine"]),
     (["--config.opt.base=adam"], ["adamw"]),
     (["--config.model.N=0"], ["model.N=0"]),
+    (["--config.seed=5000000000"], ["seed=5000000000", "2**32"]),
     (["--config.workdir="], ["workdir"]),
     (["--config.opt.weight_decay_params=("], ["regex"]),
     (["--steps=3"], ["--steps=3", "--config"]),
@@ -101,11 +102,19 @@ def test_a_broken_config_file_is_named(tmp_path):
     "  c.opt.rhoo = 1\n"
     "  return c\n"
   )
-  with pytest.raises(UsageError, match=r"broken\.py.*rhoo"):
+  with pytest.raises(UsageError, match=r"broken\.py, line 4:.*rhoo") as raised:
     parse(file=str(file))
+  assert len(str(raised.value)) < 400
   file.write_text("def get_config(arg) return 1")
   with pytest.raises(UsageError, match=r"broken\.py.*SyntaxError"):
     parse(file=str(file))
+  for value in ("None", "{}"):
+    file.write_text(f"def get_config(arg): return {value}")
+    with pytest.raises(UsageError, match="get_config returned"):
+      parse(file=str(file))
+  (tmp_path / "notes.md").write_text("")
+  with pytest.raises(UsageError, match=r"not a \.py file"):
+    parse(file=str(tmp_path / "notes.md"))
   file.write_text("x = 1")
   with pytest.raises(UsageError, match="get_config"):
     parse(file=str(file))

@@ -102,6 +102,9 @@ def test_bad_requests(directory):
     inspect.main(["inspect"])
   with pytest.raises(UsageError, match="unrecognized arguments: --sorce"):
     inspect.main(["inspect", "--sorce=x"])
+  for flag in ("--length=0", "--batch_size=-4", "--workers=-1", "--rows=-1"):
+    with pytest.raises(UsageError, match="must be at least"):
+      inspect.main(["inspect", f"--source=tokens:{directory}", flag])
   with pytest.raises(UsageError, match="--verify is for token stores"):
     inspect.main(["inspect", f"--source=tfds:{directory}", "--verify"])
   with pytest.raises(UserError, match=r"no store\.json"):

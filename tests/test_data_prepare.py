@@ -262,6 +262,13 @@ def test_killed_while_writing_the_plan(inputs, prepared, tmp_path):
   assert contents(tmp_path / "x") == contents(prepared[0])
 
 
+def test_a_damaged_plan(inputs, prepared, tmp_path):
+  shutil.copytree(prepared[0], tmp_path / "x")
+  (tmp_path / "x" / "prepare.json").write_text("{")
+  with pytest.raises(UserError, match=r"prepare\.json is damaged .* start over"):
+    prepare.prepare(prepare.parse(arguments(inputs, tmp_path / "x")))
+
+
 def test_two_at_once_are_refused(inputs, tmp_path):
   handle = os.open(tmp_path, os.O_RDONLY)
   fcntl.flock(handle, fcntl.LOCK_EX)

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -42,6 +43,18 @@ def test_stops_on_request(whole):
   data = run.source.validation(L=32, rows=64, mask_documents=False)
   with pytest.raises(Stopped):
     Evaluator(run.net, data, 8, run.mesh)(run.params, stop=True)
+
+
+def test_sequences_that_were_lost_are_written_again(whole, tmp_path, capsys):
+  workdir = tmp_path / "run"
+  shutil.copytree(whole, workdir)
+  (workdir / "eval_sequences.npz").unlink()
+  evaluate.main(["evaluate", f"--workdir={workdir}", "--save"])
+  with np.load(workdir / "eval_sequences.npz") as new, np.load(whole / "eval_sequences.npz") as old:
+    assert new["step"] == old["step"]
+    np.testing.assert_allclose(new["nll"], old["nll"], rtol=1e-5)
+  with pytest.raises(errors.UsageError, match="--save is for the latest step"):
+    evaluate.main(["evaluate", f"--workdir={workdir}", "--save", "--step=12"])
 
 
 def test_the_command_gives_the_loss_of_training(commands, whole):

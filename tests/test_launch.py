@@ -137,6 +137,8 @@ jax.distributed.shutdown()
 def test_launchers_say_what_is_missing(start, stand_ins):
   code, out = ended(start(sys.executable, "launch/local.py", "--processes=2"))
   assert code == 2 and out.startswith("nanosam: say --processes=N"), out
+  code, out = ended(start(sys.executable, "launch/local.py", "--processes=2", "--", "nosuch"))
+  assert code == 2 and out.startswith("nanosam: cannot run nosuch: "), out
   pod = ["bash", "launch/tpu_pod.sh"]
   for words, message in (
     ([], "say what to do"),

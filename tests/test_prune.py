@@ -101,6 +101,10 @@ def test_errors(whole, tmp_path):
   assert "not a regex" in error(there, "--params=*")
   assert "matches no parameter" in error(there, "--params=weight")
   assert "holds no run" in error(f"--workdir={tmp_path}")
+  (tmp_path / "file").write_text("")
+  assert "cannot write" in error(there, f"--out={tmp_path}/file")
+  assert "holds no run" in error(f"--workdir={tmp_path}/nowhere")
+  assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_workdir_of_another_version_is_refused(whole, tmp_path):

@@ -1,6 +1,7 @@
 """The sharpness command, and taus during training."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -147,3 +148,14 @@ def test_diagnostics_leave_a_run_as_it_is(commands, whole, tmp_path):
 def test_a_run_without_taus_has_no_picture_of_them(whole, tmp_path):
   with pytest.raises(errors.UserError, match=r"diagnostics\.every"):
     plots.main(["plots", f"--workdir={whole}", "--what=tau", f"--out={tmp_path / 'taus'}"])
+
+
+def test_figures_have_the_names_asked_for(whole, tmp_path):
+  for name, stem in (("rho0.1", "rho0.1"), ("rho0.05", "rho0.05"), ("loss.svg", "loss")):
+    plots.main(["plots", f"--workdir={whole}", f"--out={tmp_path / name}"])
+    assert {f"{stem}.svg", f"{stem}.png"} <= {p.name for p in tmp_path.iterdir()}
+  with pytest.raises(errors.UserError, match="cannot write"):
+    plots.main(["plots", f"--workdir={whole}", "--out=/proc/x/y"])
+  shutil.copy(whole / "config.json", tmp_path)
+  with pytest.raises(errors.UserError, match=r"no metrics\.jsonl"):
+    plots.main(["plots", f"--workdir={tmp_path}", f"--out={tmp_path / 'loss'}"])

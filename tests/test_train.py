@@ -130,6 +130,19 @@ def test_the_best_checkpoint_is_found_by_the_record(whole, tmp_path):
   assert load_run(workdir, "best").step == 16
 
 
+def test_a_record_of_other_settings_is_not_overwritten(commands, whole, tmp_path):
+  """As of a run that was killed before its first checkpoint."""
+  workdir = tmp_path / "run"
+  shutil.copytree(whole, workdir, ignore=shutil.ignore_patterns("checkpoints"))
+  lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+  (workdir / "metrics.jsonl").write_text("".join(lines[:3]))
+  before = content(workdir)
+  outcome = commands.train(workdir, seed=7)
+  assert outcome.code == 2
+  outcome.says_in_one_line("other settings", "seed: 42 -> 7")
+  assert content(workdir) == before
+
+
 # How it goes on.
 
 

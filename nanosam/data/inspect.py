@@ -29,6 +29,9 @@ def main(argv: list[str]) -> None:
   a = parse(argv[1:])
   if not (a.source or a.config):
     raise UsageError("nothing to look at: say --source=tokens:DIR, or --config=FILE.py")
+  for key, low in {"length": 1, "batch_size": 1, "workers": 0, "rows": 0}.items():
+    if (value := getattr(a, key)) is not None and value < low:
+      raise UsageError(f"--{key}={value} must be at least {low}")
   config = config_lib.load(a.config) if a.config else config_lib.default()
   name = a.source or config.data.source
   config.data.update({k: v for k in _SETTINGS if (v := getattr(a, k)) is not None})

@@ -160,7 +160,10 @@ def _begin_or_resume(out: Path, plan: Plan) -> dict[str, Any]:
     (out / _UNFINISHED).mkdir(exist_ok=True)
     write_json(out / PLAN, new)
     return new
-  record = json.loads((out / PLAN).read_bytes())
+  try:
+    record = json.loads((out / PLAN).read_bytes())
+  except ValueError as e:
+    raise UserError(f"{out / PLAN} is damaged ({e}); delete {out} and start over") from e
   if found := changes(record, new):
     raise UsageError(
       f"{out} was begun with other arguments ({'; '.join(found)}); repeat those, choose another "
