@@ -160,15 +160,9 @@ class Run:
 
   def restore_or_init(self) -> tuple[TrainState, Position, Cost]:
     steps = self.checkpoints.steps() if self.checkpoints else []
-    if self.hosts.first and (steps or workdir_lib.has_record(self.files)):
-      settings = config_lib.to_dict(self.c)
-      workdir_lib.check_unchanged(self.files, settings, self.c.allow_changed_keys)
+    if self.hosts.first:
+      self.check_workdir(steps)
     if self.checkpoints and steps:
-      if steps[-1] > (wanted := self.c.opt.num_train_steps):
-        raise errors.UsageError(
-          f"{self.workdir} stands at step {steps[-1]}, beyond opt.num_train_steps={wanted}: ask "
-          "for more, or use another workdir"
-        )
       if restored := self.checkpoints.restore_newest(self.trainer.abstract_state):
         self.stream.restore(restored.run["data"])
         self.say(f"resuming {self.workdir} at step {restored.step}")
@@ -176,13 +170,24 @@ class Run:
         at = Position(**self.hosts.from_first(found))
         return restored.state, at, Cost(**restored.run["cost"])
     if self.hosts.first:
-      if not self.checkpoints and found_steps(self.workdir.home):
-        raise errors.UsageError(
-          f"{self.workdir} holds checkpoints, which a run with checkpoint=False would neither "
-          "continue nor replace: use another workdir"
-        )
       refuse_finished(self.files)
     return self.trainer.init(self.c.seed), Position(), Cost()
+
+  def check_workdir(self, steps: list[int]) -> None:
+    """Refuses to lose, or to mix up with something else, what the workdir holds."""
+    if not self.checkpoints and found_steps(self.workdir.home):
+      raise errors.UsageError(
+        f"{self.workdir} holds checkpoints, which a run with checkpoint=False would neither "
+        "continue nor replace: use another workdir"
+      )
+    if steps or workdir_lib.has_record(self.files):
+      settings = config_lib.to_dict(self.c)
+      workdir_lib.check_unchanged(self.files, settings, self.c.allow_changed_keys)
+    if steps and steps[-1] > (wanted := self.c.opt.num_train_steps):
+      raise errors.UsageError(
+        f"{self.workdir} stands at step {steps[-1]}, beyond opt.num_train_steps={wanted}: ask for "
+        "more, or use another workdir"
+      )
 
   def start(self) -> None:
     """Compiles the step and opens what the loop writes to."""

@@ -148,7 +148,7 @@ def test_a_record_of_other_settings_is_not_overwritten(commands, whole, tmp_path
 
 def test_without_checkpoints_it_does_not_start_over_beside_some(commands, at_12):
   before = content(at_12)
-  outcome = commands.train(at_12, checkpoint=False)
+  outcome = commands.train(at_12, checkpoint=False, opt__method="sam")
   assert outcome.code == 2
   outcome.says_in_one_line("holds checkpoints", "another workdir")
   assert content(at_12) == before
