@@ -22,9 +22,9 @@ from typing import IO, Any
 
 from sweep import STOPPING, share_of_devices
 
-from nanosam import errors
-from nanosam.command import Parser
-from nanosam.errors import Interrupted, UsageError
+from nanosam.system import errors
+from nanosam.system.command_line import Parser
+from nanosam.system.errors import Interrupted, UsageError
 
 GRACE_SECONDS = 30.0  # between the first failure and the end of those who do not follow
 

@@ -31,11 +31,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from nanosam import errors, runs, sweep
-from nanosam.command import Parser
-from nanosam.errors import Interrupted, UsageError, UserError
-from nanosam.files import disk_errors
+from nanosam import runs, sweep
 from nanosam.sweep import Planned
+from nanosam.system import errors
+from nanosam.system.command_line import Parser
+from nanosam.system.errors import Interrupted, UsageError, UserError
+from nanosam.system.files import disk_errors
 from nanosam.workdir import CONFIG_FILE
 from nanosam.writers import METRICS_FILE
 

@@ -24,8 +24,8 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from nanosam.cluster import ALONE, Hosts
-from nanosam.data.remote import is_remote
-from nanosam.errors import UserError
+from nanosam.system.errors import UserError
+from nanosam.system.remote import is_remote
 
 FOLDER = "checkpoints"
 ASIDE = "unreadable_checkpoints"

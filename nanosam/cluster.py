@@ -24,9 +24,9 @@ import jax
 from jax._src.clusters import ClusterEnv  # the detection of jax.distributed.initialize, which
 from jax.experimental import multihost_utils  # does not say what it found before it connects
 
-from nanosam.errors import Interrupted, UsageError, UserError, first_line, say
 from nanosam.hub import Hub, Line, listen
-from nanosam.signals import StopRequest
+from nanosam.system.errors import Interrupted, UsageError, UserError, first_line, say
+from nanosam.system.signals import StopRequest
 
 T = TypeVar("T")
 _GRACE = 3.0  # seconds in which the death of a peer shows here, after it broke a collective

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from nanosam import config as config_lib
-from nanosam.errors import UsageError
 from nanosam.runs import FINISHED, Run
+from nanosam.system.errors import UsageError
 
 REPLICATE = ("seed", "data_seed")
 # The data's fingerprint and the eval set are compared themselves; how often to look is no matter.

@@ -30,12 +30,13 @@ from typing import Any
 import numpy as np
 
 from nanosam import config as config_lib
-from nanosam import errors, paired, tables
-from nanosam.command import Parser
+from nanosam import paired, tables
 from nanosam.comparable import check_comparable
-from nanosam.errors import UsageError, UserError
-from nanosam.files import strict_json
 from nanosam.runs import DIVERGED, FINISHED, Run, find_runs
+from nanosam.system import errors
+from nanosam.system.command_line import Parser
+from nanosam.system.errors import UsageError, UserError
+from nanosam.system.files import strict_json
 
 AXES = {"steps": "step", "compute": "compute", "time": "time"}  # view: field of an eval record
 

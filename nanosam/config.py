@@ -17,8 +17,8 @@ from typing import Any
 
 import ml_collections
 
-from nanosam.errors import UsageError
 from nanosam.optim.registry import METHODS
+from nanosam.system.errors import UsageError
 
 # name: layers, heads, width. Named by non-embedding parameters as in arXiv 2502.02407; `mini` is
 # ours and trains in minutes on two CPU cores.

@@ -5,9 +5,9 @@ from typing import Any
 from nanosam.curvature import PREFIXES, Surface, exact_net
 from nanosam.data.batch import Batch
 from nanosam.data.pipeline import Source
-from nanosam.errors import UsageError
 from nanosam.optim import base
 from nanosam.step import Trainer, TrainState
+from nanosam.system.errors import UsageError
 
 TAU = "tau/logit"  # is in every record of a measurement
 

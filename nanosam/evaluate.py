@@ -16,16 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from nanosam import errors, head, sharding
-from nanosam.command import RunParser
+from nanosam import head, sharding
 from nanosam.data.batch import Batch, EvalSet
 from nanosam.data.pipeline import eval_set, source_of
-from nanosam.data.remote import is_remote
-from nanosam.errors import UsageError
-from nanosam.files import write_atomically
 from nanosam.model import Params, unembedding
 from nanosam.optim.passes import Net
 from nanosam.restore import Loaded, load_run
+from nanosam.system import errors
+from nanosam.system.command_line import RunParser
+from nanosam.system.errors import UsageError
+from nanosam.system.files import write_atomically
+from nanosam.system.remote import is_remote
 from nanosam.workdir import SEQUENCES_FILE
 
 

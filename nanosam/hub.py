@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-from nanosam.errors import Interrupted, UserError
+from nanosam.system.errors import Interrupted, UserError
 
 PING, SILENCE = 10.0, 45.0  # seconds between signs of life, and without any
 

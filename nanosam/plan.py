@@ -22,10 +22,11 @@ import psutil
 from jax.experimental import topologies
 
 from nanosam import config as config_lib
-from nanosam import errors, flops, hlo, sharding
-from nanosam.command import Parser
-from nanosam.errors import UsageError, UserError
+from nanosam import flops, hlo, sharding
 from nanosam.step import Trainer
+from nanosam.system import errors
+from nanosam.system.command_line import Parser
+from nanosam.system.errors import UsageError, UserError
 from nanosam.validate import check_devices, validate
 
 GIB = 2**30

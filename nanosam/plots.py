@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanosam import errors
-from nanosam.command import Parser
-from nanosam.errors import UsageError, UserError
-from nanosam.files import disk_errors
+from nanosam.system import errors
+from nanosam.system.command_line import Parser
+from nanosam.system.errors import UsageError, UserError
+from nanosam.system.files import disk_errors
 from nanosam.workdir import read_config
 from nanosam.writers import METRICS_FILE, read_metrics
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import jax
 
-from nanosam.errors import UsageError
+from nanosam.system.errors import UsageError
 
 FOLDER = "profile"
 T = TypeVar("T")

@@ -15,16 +15,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nanosam import errors, plots
-from nanosam.command import RunParser, numbers, results_folder
+from nanosam import plots
 from nanosam.data.pipeline import eval_set
-from nanosam.errors import UsageError
 from nanosam.evaluate import Evaluator
-from nanosam.files import write_json
 from nanosam.model import Params
 from nanosam.optim.base import matching
-from nanosam.progress import Progress
 from nanosam.restore import Loaded, load_run
+from nanosam.system import errors
+from nanosam.system.command_line import RunParser, numbers, results_folder
+from nanosam.system.errors import UsageError
+from nanosam.system.files import write_json
+from nanosam.system.progress import Progress
 
 FILE = "prune.json"
 

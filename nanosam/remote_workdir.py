@@ -27,7 +27,7 @@ from etils import epath
 
 from nanosam.cluster import Hosts
 from nanosam.data.pipeline import default_cache_dir
-from nanosam.errors import UsageError, UserError, say
+from nanosam.system.errors import UsageError, UserError, say
 from nanosam.workdir import Workdir, claim, create
 from nanosam.writers import METRICS_FILE
 

@@ -14,13 +14,13 @@ from nanosam import config as config_lib
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import FOLDER, Checkpoints
 from nanosam.data.pipeline import Source, source_of
-from nanosam.data.remote import is_remote, reaching
-from nanosam.errors import UsageError, UserError
 from nanosam.model import Params
 from nanosam.optim import base
 from nanosam.optim.direction import Moments
 from nanosam.optim.passes import Net
 from nanosam.step import Trainer
+from nanosam.system.errors import UsageError, UserError
+from nanosam.system.remote import is_remote, reaching
 from nanosam.writers import METRICS_FILE, read_metrics
 
 

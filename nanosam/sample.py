@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nanosam import errors, sharding
-from nanosam.command import RunParser
+from nanosam import sharding
 from nanosam.data.batch import Batch
-from nanosam.errors import UsageError
 from nanosam.model import Params, unembedding
 from nanosam.restore import Loaded, load_run
+from nanosam.system import errors
+from nanosam.system.command_line import RunParser
+from nanosam.system.errors import UsageError
 
 
 def main(argv: list[str]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nanosam.errors import UsageError
+from nanosam.system.errors import UsageError
 
 DATA, FSDP = "data", "fsdp"
 BATCH = P((DATA, FSDP))

@@ -20,18 +20,19 @@ import jax
 import numpy as np
 import optax
 
-from nanosam import curvature, errors, plots
-from nanosam.command import RunParser, numbers, results_folder
+from nanosam import curvature, plots
 from nanosam.curvature import GAUSS_NEWTON, HESSIAN, Surface
 from nanosam.data.batch import EvalSet
 from nanosam.diagnostics import validation_rows
-from nanosam.errors import UsageError
 from nanosam.evaluate import Evaluator
-from nanosam.files import write_json
 from nanosam.model import Params
-from nanosam.progress import Progress, duration
 from nanosam.restore import Loaded, load_run
 from nanosam.spectrum import LARGEST, SMALLEST, Lanczos, Mean, converge, hutchinson, mean
+from nanosam.system import errors
+from nanosam.system.command_line import RunParser, numbers, results_folder
+from nanosam.system.errors import UsageError
+from nanosam.system.files import write_json
+from nanosam.system.progress import Progress, duration
 
 FILE = "sharpness.json"
 KEEP_BYTES = 2**29  # Lanczos keeps all its vectors where they fit in this

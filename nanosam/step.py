@@ -13,14 +13,7 @@ from nanosam import sharding
 from nanosam.data.batch import Batch
 from nanosam.model import ModelConfig, Params, Transformer
 from nanosam.optim import base, guard, registry, schedules
-from nanosam.optim.gradient import (
-  Estimate,
-  Method,
-  Metrics,
-  cosine,
-  estimate,
-  estimate_by_group,
-)
+from nanosam.optim.gradient import Estimate, Method, Metrics, cosine, estimate, estimate_by_group
 from nanosam.optim.passes import Hidden, Net, Passes
 
 

@@ -23,7 +23,7 @@ import ml_collections
 
 from nanosam import config as config_lib
 from nanosam import runs as runs_lib
-from nanosam.errors import UsageError
+from nanosam.system.errors import UsageError
 from nanosam.validate import validate
 
 # Where to look for rho at the paper's sizes. Its best SAM has rho 0.1, its smallest: begin below.

@@ -15,7 +15,7 @@ import ml_collections
 from clu import parameter_overview
 
 from nanosam import config as config_lib
-from nanosam import errors, flops, runtime, sharding, watch
+from nanosam import flops, runtime, sharding, watch
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import Checkpoints, found_steps
 from nanosam.cluster import Hosts, joined
@@ -26,9 +26,10 @@ from nanosam.evaluate import Evaluator, Stopped
 from nanosam.metrics import Cost, Meter
 from nanosam.model import non_embedding_count
 from nanosam.profiling import Profiler
-from nanosam.progress import Progress
-from nanosam.signals import StopRequest
 from nanosam.step import Trainer, TrainState
+from nanosam.system import errors
+from nanosam.system.progress import Progress
+from nanosam.system.signals import StopRequest
 from nanosam.validate import check_devices, validate
 from nanosam.workdir import Workdir, open_workdir
 from nanosam.writers import METRICS_FILE, FanOut, Writer, open_writers, read_metrics

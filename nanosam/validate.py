@@ -6,12 +6,12 @@ import re
 import ml_collections
 
 from nanosam.config import flat, lookup
-from nanosam.errors import UsageError
 from nanosam.model import ACTIVATIONS, ATTENTIONS
 from nanosam.optim import registry, schedules
 from nanosam.optim.base import BASES
 from nanosam.optim.direction import VARIANTS
 from nanosam.profiling import parse_steps
+from nanosam.system.errors import UsageError
 from nanosam.writers import WANDB_MODES
 
 CHOICES = {

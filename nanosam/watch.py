@@ -10,11 +10,11 @@ from jax.sharding import Mesh
 
 from nanosam import sharding
 from nanosam.data.batch import Batch
-from nanosam.errors import UserError
 from nanosam.evaluate import row_sums
 from nanosam.model import Params
 from nanosam.optim.guard import Counts, must_abort
 from nanosam.optim.passes import Net
+from nanosam.system.errors import UserError
 
 
 def check(guard: Any, metrics: Mapping[str, Any]) -> bool:

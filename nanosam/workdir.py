@@ -19,9 +19,9 @@ from etils import epath
 
 from nanosam import config as config_lib
 from nanosam.cluster import Hosts
-from nanosam.data.remote import is_remote
-from nanosam.errors import UsageError
-from nanosam.files import write_atomically
+from nanosam.system.errors import UsageError
+from nanosam.system.files import write_atomically
+from nanosam.system.remote import is_remote
 from nanosam.writers import METRICS_FILE
 
 CONFIG_FILE = "config.json"

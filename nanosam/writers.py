@@ -22,9 +22,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from etils import epath
 
-from nanosam import errors
-from nanosam.errors import UsageError, UserError, first_line
-from nanosam.files import disk_errors, write_atomically
+from nanosam.system import errors
+from nanosam.system.errors import UsageError, UserError, first_line
+from nanosam.system.files import disk_errors, write_atomically
 from nanosam.tensorboard_events import TensorBoardWriter
 from nanosam.wandb_writer import WandbProcess
 

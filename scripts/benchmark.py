@@ -21,8 +21,7 @@ import numpy as np
 import optax
 
 from nanosam import config as config_lib
-from nanosam import curvature, errors, flops, sharding
-from nanosam.command import Parser
+from nanosam import curvature, flops, sharding
 from nanosam.data.batch import Batch
 from nanosam.model import Transformer, unembedding
 from nanosam.optim import guard
@@ -30,6 +29,8 @@ from nanosam.optim.gradient import Estimate
 from nanosam.optim.passes import Passes
 from nanosam.optim.registry import METHODS
 from nanosam.step import Trainer, model_config
+from nanosam.system import errors
+from nanosam.system.command_line import Parser
 from nanosam.validate import validate
 
 DENSE = "dense"  # a plain flax/optax AdamW step: all logits at once, loss by autodiff

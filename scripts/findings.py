@@ -11,8 +11,8 @@ import protocol
 from protocol import ADAMW, RHO, Lab, Setting
 
 from nanosam import compare, plots, runs, sweep, tables
-from nanosam.errors import UserError
-from nanosam.files import write_atomically, write_json
+from nanosam.system.errors import UserError
+from nanosam.system.files import write_atomically, write_json
 
 CONFIDENCE = 0.95
 

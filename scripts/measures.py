@@ -12,7 +12,7 @@ import paper_results
 from protocol import ADAMW, Lab, Setting
 
 from nanosam import compare, plots, prune, runs, sharpness, tables
-from nanosam.errors import UserError
+from nanosam.system.errors import UserError
 
 FILES = {"sharpness": sharpness.FILE, "prune": prune.FILE}
 COLUMNS = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from nanosam import plots, tables
-from nanosam.files import write_atomically
+from nanosam.system.files import write_atomically
 from nanosam.tables import Table
 
 FIGURES = "figures"  # their folder, beside the Markdown

@@ -11,12 +11,12 @@ import subprocess
 import sys
 from typing import Any
 
-from nanosam import errors
-from nanosam.command import Parser
 from nanosam.config import lookup
-from nanosam.errors import UserError
-from nanosam.files import write_atomically, write_json
 from nanosam.optim.registry import METHODS
+from nanosam.system import errors
+from nanosam.system.command_line import Parser
+from nanosam.system.errors import UserError
+from nanosam.system.files import write_atomically, write_json
 
 TOPOLOGIES = {
   **dict.fromkeys(("117.9M", "42.5M", "23.9M", "2M"), "v5e:2x2"),

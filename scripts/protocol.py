@@ -36,8 +36,8 @@ import numpy as np
 from nanosam import comparable, compare, flops, runs, sharding, sweep
 from nanosam import config as config_lib
 from nanosam.data.pipeline import source_of
-from nanosam.errors import UserError
 from nanosam.step import Trainer
+from nanosam.system.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 ADAMW, PEAK, DECAY, RHO = "adamw", "opt.peak_learning_rate", "opt.weight_decay", "opt.rho"

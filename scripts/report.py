@@ -21,10 +21,11 @@ from findings import CONFIDENCE, difference_rows, published_table
 from page import Block, Figure, Figures, Folded, Grid, Items, Page, Section, Text
 from protocol import ADAMW, SCHEDULE, TUNED
 
-from nanosam import comparable, errors, plots, tables
-from nanosam.command import Parser
-from nanosam.errors import UsageError, UserError, say
+from nanosam import comparable, plots, tables
 from nanosam.runs import FINISHED, Run, all_runs, run_id
+from nanosam.system import errors
+from nanosam.system.command_line import Parser
+from nanosam.system.errors import UsageError, UserError, say
 from nanosam.tables import Table
 
 RESULTS_FILE = "results.json"

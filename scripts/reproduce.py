@@ -29,9 +29,10 @@ from protocol import ADAMW, FACTORS, MEASURES, STAGES, Lab
 sys.path.insert(0, str(protocol.ROOT / "launch"))
 import sweep as launcher
 
-from nanosam import errors, flops, runs, sweep
-from nanosam.command import Parser, numbers
-from nanosam.errors import UsageError
+from nanosam import flops, runs, sweep
+from nanosam.system import errors
+from nanosam.system.command_line import Parser, numbers
+from nanosam.system.errors import UsageError
 
 DEVICES = {
   "v4": "TPU v4",

@@ -26,9 +26,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from nanosam import config as config_lib
-from nanosam import errors
-from nanosam.command import Parser
-from nanosam.errors import UserError
+from nanosam.system import errors
+from nanosam.system.command_line import Parser
+from nanosam.system.errors import UserError
 from nanosam.writers import METRICS_FILE, read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]

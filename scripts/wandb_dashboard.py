@@ -11,10 +11,11 @@ import json
 from typing import Any
 
 from nanosam import config as config_lib
-from nanosam import errors, plots
-from nanosam.command import Parser
-from nanosam.errors import UserError, first_line
+from nanosam import plots
 from nanosam.optim.registry import METHODS
+from nanosam.system import errors
+from nanosam.system.command_line import Parser
+from nanosam.system.errors import UserError, first_line
 
 AXES = {"step": "steps", "tokens": "tokens", "compute": "FLOPs", "time": "training time (s)"}
 # Metrics by section; each list of metrics is a panel.

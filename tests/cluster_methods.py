@@ -12,8 +12,8 @@ from conftest import random_batch
 from nanosam import cluster, config, sharding
 from nanosam.data.batch import Batch
 from nanosam.optim.registry import METHODS
-from nanosam.signals import StopRequest
 from nanosam.step import Trainer
+from nanosam.system.signals import StopRequest
 
 VOCAB = 96
 

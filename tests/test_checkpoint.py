@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nanosam import sharding
 from nanosam.checkpoint import Checkpoints, checksums
-from nanosam.errors import UserError
+from nanosam.system.errors import UserError
 
 
 def make_state(scale: float = 1.0):

@@ -14,9 +14,9 @@ import pytest
 from training import CONFIG, ROOT, Outcome, assert_same_run, losses, state, steps
 
 from nanosam import cluster, config
-from nanosam.errors import UsageError, UserError
 from nanosam.hub import Hub, listen
 from nanosam.optim.registry import METHODS
+from nanosam.system.errors import UsageError, UserError
 from nanosam.writers import read_metrics
 
 RESUMABLE = 75

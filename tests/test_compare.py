@@ -5,8 +5,8 @@ import pytest
 from training import ROOT
 
 from nanosam import compare, config, paired, runs
-from nanosam.errors import UsageError, UserError
-from nanosam.files import strict_json
+from nanosam.system.errors import UsageError, UserError
+from nanosam.system.files import strict_json
 
 ROWS, LENGTH = 60, 128
 

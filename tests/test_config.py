@@ -7,9 +7,9 @@ import pytest
 
 from nanosam import config as config_lib
 from nanosam import train
-from nanosam.errors import UsageError
 from nanosam.model import Transformer
 from nanosam.step import model_config
+from nanosam.system.errors import UsageError
 from nanosam.validate import check_devices, validate
 
 QUICKSTART = "configs/quickstart.py"

@@ -12,7 +12,7 @@ import pytest
 from nanosam.data import corpus
 from nanosam.data.pipeline import open_source
 from nanosam.data.store import StoreReader
-from nanosam.errors import UserError
+from nanosam.system.errors import UserError
 
 PROSE = "This sentence is long enough to be kept as a piece of documentation. " * 4
 SMALL = ("etils", "optax", "treescope")  # enough text for a small tokenizer, quick to read

@@ -13,7 +13,7 @@ from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 
 from nanosam.data import formats, tfrecord
 from nanosam.data.formats import Document, Problem
-from nanosam.errors import UsageError
+from nanosam.system.errors import UsageError
 
 TEXTS = [f"Document {i}: café, 漢字 😀\nsecond line {'word ' * (i % 50)}" for i in range(300)]
 

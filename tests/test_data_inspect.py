@@ -7,7 +7,7 @@ import pytest
 from nanosam.data import benchmark, inspect, prepare
 from nanosam.data.store import StoreReader
 from nanosam.data.tokenizer import train_tokenizer
-from nanosam.errors import UsageError, UserError
+from nanosam.system.errors import UsageError, UserError
 
 TEXTS = [f"Document {i} says: {'word ' * (i % 23)}and café {i * i}.\n" for i in range(300)]
 

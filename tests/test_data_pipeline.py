@@ -12,7 +12,7 @@ from nanosam.data.batch import Batch, batch_hash, combine_hashes
 from nanosam.data.pipeline import default_cache_dir, merge_states, open_source
 from nanosam.data.store import StoreReader, StoreWriter
 from nanosam.data.tokenizer import train_tokenizer
-from nanosam.errors import UsageError, UserError
+from nanosam.system.errors import UsageError, UserError
 
 DOCUMENTS = [f"Document {i} says: {'word ' * (i % 7)}and café {i * i}.\n" for i in range(90)]
 TRAIN, VALIDATION = DOCUMENTS[:69], DOCUMENTS[69:]

@@ -27,7 +27,7 @@ from nanosam.data.inspect import verify
 from nanosam.data.pipeline import open_source
 from nanosam.data.store import StoreReader
 from nanosam.data.tokenizer import Tokenizer, train_tokenizer
-from nanosam.errors import UsageError, UserError
+from nanosam.system.errors import UsageError, UserError
 
 ROOT = Path(prepare.__file__).parents[2]
 WORDS = "the quick brown fox jumps over lazy dogs while café owners count 漢字 and 😀".split()
@@ -532,7 +532,7 @@ def test_a_full_disk(inputs, prepared, tmp_path, largest):
   args = arguments(inputs, tmp_path / "x", f"--tokenizer={inputs}/t.model")
   code = f"""
 import resource
-from nanosam import errors
+from nanosam.system import errors
 from nanosam.data.prepare import main
 resource.setrlimit(resource.RLIMIT_FSIZE, ({largest}, {largest}))
 errors.run(main)

@@ -9,11 +9,12 @@ import pytest
 from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 
-from nanosam.data import prepare, remote
+from nanosam.data import prepare
 from nanosam.data.pipeline import open_source
 from nanosam.data.store import StoreReader
 from nanosam.data.tokenizer import train_tokenizer
-from nanosam.errors import UsageError, UserError
+from nanosam.system import remote
+from nanosam.system.errors import UsageError, UserError
 
 TEXTS = [f"Document {i} says: {'word ' * (i % 23)}and café {i * i}.\n" for i in range(90)]
 opened: list[str] = []

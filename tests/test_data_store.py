@@ -10,7 +10,7 @@ import sentencepiece
 
 from nanosam.data.store import Split, StoreReader, StoreWriter
 from nanosam.data.tokenizer import Tokenizer, token_dtype, train_tokenizer
-from nanosam.errors import UsageError, UserError
+from nanosam.system.errors import UsageError, UserError
 
 TEXTS = [f"def f{i}(x):\n    return  x + {i}\n\nThe number {i} is a number.\n" for i in range(40)]
 

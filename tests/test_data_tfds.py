@@ -16,7 +16,7 @@ from nanosam.data import prepare, tfds_source, tfrecord
 from nanosam.data.pipeline import merge_states, open_source
 from nanosam.data.store import StoreReader
 from nanosam.data.tokenizer import train_tokenizer
-from nanosam.errors import UsageError, UserError
+from nanosam.system.errors import UsageError, UserError
 
 TEXTS = [f"Document {i} says: {'word ' * (i % 23)}and café {i * i}.\n" for i in range(420)]
 TRAIN, VALIDATION = TEXTS[:390], TEXTS[390:]

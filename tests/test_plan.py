@@ -12,8 +12,8 @@ from training import CONFIG, ROOT
 
 from nanosam import config as config_lib
 from nanosam import flops, hlo, plan, sharding
-from nanosam.errors import UsageError
 from nanosam.step import Trainer
+from nanosam.system.errors import UsageError
 
 GIB = 2**30
 PAPER = "--config=configs/fixed_length.py"

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from nanosam.errors import UsageError
 from nanosam.profiling import Profiler, parse_steps
+from nanosam.system.errors import UsageError
 
 
 @pytest.mark.parametrize(

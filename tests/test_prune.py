@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nanosam import errors, prune, restore, sharding
+from nanosam import prune, restore, sharding
 from nanosam.optim.base import matching
+from nanosam.system import errors
 
 
 @pytest.fixture

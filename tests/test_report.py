@@ -16,7 +16,7 @@ from test_compare import write_run
 from training import ROOT
 
 from nanosam import compare, runs
-from nanosam.errors import UsageError, UserError
+from nanosam.system.errors import UsageError, UserError
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import page

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nanosam import errors, restore, sample
+from nanosam import restore, sample
 from nanosam.data.batch import Batch
 from nanosam.model import unembedding
+from nanosam.system import errors
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from conftest import random_batch
 from jax.sharding import PartitionSpec as P
 
 from nanosam import sharding
-from nanosam.errors import UsageError
 from nanosam.step import Trainer
+from nanosam.system.errors import UsageError
 
 VOCAB = 96
 

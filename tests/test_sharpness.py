@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from training import assert_same_run
 
-from nanosam import errors, plots, restore, sharpness
+from nanosam import plots, restore, sharpness
 from nanosam.diagnostics import validation_rows
+from nanosam.system import errors
 from nanosam.writers import read_metrics
 
 QUICK = ("--batches=2", "--batch_size=4", "--directions=1", "--rho=0.01,0.1")

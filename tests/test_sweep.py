@@ -9,7 +9,7 @@ import pytest
 from training import CONFIG, ROOT
 
 from nanosam import runs, sweep
-from nanosam.errors import UsageError
+from nanosam.system.errors import UsageError
 from nanosam.writers import read_metrics
 
 sys.path.insert(0, str(ROOT / "launch"))

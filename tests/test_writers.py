@@ -18,8 +18,9 @@ import time
 import numpy as np
 import pytest
 
-from nanosam import progress, tensorboard_events, wandb_writer, writers
-from nanosam.errors import UsageError, UserError
+from nanosam import tensorboard_events, wandb_writer, writers
+from nanosam.system import progress
+from nanosam.system.errors import UsageError, UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 RUN = {"name": "n", "group": "g", "tags": ["a", "b"], "job_type": "train", "project": "p"}

@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 import sentencepiece
 
-from nanosam.command import Parser
 from nanosam.data import corpus, formats
 from nanosam.data.batch import Reading
 from nanosam.data.inputs import expand
 from nanosam.data.pipeline import open_source
 from nanosam.data.tokenizer import train_tokenizer
-from nanosam.errors import UserError
+from nanosam.system.command_line import Parser
+from nanosam.system.errors import UserError
 
 _BATCH_SIZE, _LENGTH = 256, 512
 _BATCHES = {"tokens": 100, "tfds": 10}

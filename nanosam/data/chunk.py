@@ -26,8 +26,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from nanosam.data import formats, tfrecord
 from nanosam.data.store import ShardWriter, StoreWriter
 from nanosam.data.tokenizer import Tokenizer
-from nanosam.errors import UserError
-from nanosam.files import write_json
+from nanosam.system.errors import UserError
+from nanosam.system.files import write_json
 
 RECORD = "chunk.json"
 INPUT = "input"

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from nanosam.data import docstrings
 from nanosam.data.store import MANIFEST, StoreWriter
 from nanosam.data.tokenizer import Tokenizer, train_tokenizer
-from nanosam.errors import UserError, say
+from nanosam.system.errors import UserError, say
 
 FORMAT = 1  # Raise it when the same packages give other documents or another store.
 

@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 from nanosam.data import formats
 from nanosam.data.chunk import INPUT, RECORD, Chunk, Problems, Rules
 from nanosam.data.inputs import Plan
-from nanosam.files import write_json
+from nanosam.system.files import write_json
 
 
 class Cut(NamedTuple):

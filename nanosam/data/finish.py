@@ -9,8 +9,8 @@ from nanosam.data.chunk import RECORD, SHOWN_PROBLEMS, TEXT_FIELD
 from nanosam.data.cut import chunk_directories
 from nanosam.data.store import TOKENIZER, Shard, StoreWriter
 from nanosam.data.tokenizer import Tokenizer
-from nanosam.errors import UserError
-from nanosam.files import write_json
+from nanosam.system.errors import UserError
+from nanosam.system.files import write_json
 
 PLAN = "prepare.json"
 TEXT = "text/1.0.0"

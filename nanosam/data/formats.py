@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 from etils import epath
 
 from nanosam.data import parquet_pages, tfrecord
-from nanosam.errors import UsageError, first_line
+from nanosam.system.errors import UsageError, first_line
 
 MAX_DOCUMENT_BYTES = 64 << 20  # as it stands in the file
 MAX_PAGE_BYTES = 128 << 20  # of a Parquet file: held nearly three times while it is read

@@ -10,9 +10,9 @@ from typing import Any
 from etils import epath
 
 from nanosam.data import formats
-from nanosam.data.remote import reaching
 from nanosam.data.tokenizer import Tokenizer
-from nanosam.errors import UsageError
+from nanosam.system.errors import UsageError
+from nanosam.system.remote import reaching
 
 FORMAT = 1
 _SHARDS = 256  # aimed at, within the limits below

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanosam import config as config_lib
-from nanosam import errors
-from nanosam.command import Parser
 from nanosam.data.batch import Reading, batch_hash
 from nanosam.data.finish import PLAN
 from nanosam.data.pipeline import Source, source_of
 from nanosam.data.store import StoreReader, check_sha256
-from nanosam.errors import UsageError
+from nanosam.system import errors
+from nanosam.system.command_line import Parser
+from nanosam.system.errors import UsageError
 
 _SECONDS = 2.0  # of measuring throughput
 _SETTINGS = ("vocab_size", "cache_dir", "data_dir", "tokenizer", "text_field")

@@ -14,7 +14,7 @@ import numpy as np
 from nanosam.data.batch import Batch
 from nanosam.data.store import Split
 from nanosam.data.tokenizer import Tokenizer
-from nanosam.errors import UserError
+from nanosam.system.errors import UserError
 
 _SHUFFLE_ROUNDS = 4
 

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import grain
+from etils import epath
 
 from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, Reading
 from nanosam.data.corpus import build_embedded
 from nanosam.data.packing import HostBatches, documents_that_fit, num_rows, pack_rows
 from nanosam.data.read_ahead import check_fingerprint, read_ahead
-from nanosam.data.remote import copy_store, is_remote
-from nanosam.data.store import StoreReader
+from nanosam.data.store import MANIFEST, TOKENIZER, StoreReader, read_manifest
 from nanosam.data.tokenizer import Tokenizer
-from nanosam.errors import UsageError, UserError
+from nanosam.system.errors import UsageError, UserError
+from nanosam.system.remote import is_remote, local_copy, reaching
 
 
 class Stream(Protocol):
@@ -96,6 +97,22 @@ def open_source(
   raise UsageError(
     f"unknown data source {source!r}; known are 'embedded', 'tokens:DIR' and 'tfds:NAME or DIR'"
   )
+
+
+def copy_store(uri: str, cache_dir: Path) -> Path:
+  """The local copy of a token store, every byte of it checked."""
+  with reaching(uri):
+    remote = epath.Path(uri)
+    manifest = read_manifest(remote)
+    shards = [s["name"] for split in manifest["splits"].values() for s in split if s["tokens"]]
+    names = [f"{name}.{suffix}" for name in shards for suffix in ("tokens", "documents")]
+    return local_copy(
+      remote,
+      [*names, TOKENIZER, MANIFEST],
+      version=(remote / MANIFEST).read_bytes(),
+      cache_dir=cache_dir,
+      check=lambda copy: StoreReader(copy).verify(),
+    )
 
 
 def source_of(data: Any, source: str = "") -> Source:

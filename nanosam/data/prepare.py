@@ -34,8 +34,6 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from nanosam import errors
-from nanosam.command import Parser
 from nanosam.data import chunk as chunk_lib
 from nanosam.data import vocabulary
 from nanosam.data.chunk import Rules
@@ -44,9 +42,11 @@ from nanosam.data.finish import PLAN, describe, finish
 from nanosam.data.inputs import Plan, changes, make_plan
 from nanosam.data.store import MANIFEST, TOKENIZER
 from nanosam.data.tokenizer import MODEL_TYPES, Tokenizer
-from nanosam.errors import Interrupted, UsageError, UserError
-from nanosam.files import write_atomically, write_json
-from nanosam.progress import Progress, duration
+from nanosam.system import errors
+from nanosam.system.command_line import Parser
+from nanosam.system.errors import Interrupted, UsageError, UserError
+from nanosam.system.files import write_atomically, write_json
+from nanosam.system.progress import Progress, duration
 
 _UNFINISHED = "unfinished"
 _COMPLETE = "complete.json"

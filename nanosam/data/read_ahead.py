@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import grain
 from absl import flags
 
-from nanosam.errors import UserError
+from nanosam.system.errors import UserError
 
 
 class RandomAccess(Protocol):

@@ -20,8 +20,8 @@ import numpy as np
 from etils import epath
 
 from nanosam.data.tokenizer import Tokenizer, token_dtype
-from nanosam.errors import UserError
-from nanosam.files import write_atomically
+from nanosam.system.errors import UserError
+from nanosam.system.files import write_atomically
 
 FORMAT = 1
 MANIFEST = "store.json"

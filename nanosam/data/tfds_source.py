@@ -25,10 +25,10 @@ from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, Reading
 from nanosam.data.finish import TEXT
 from nanosam.data.packing import documents_that_fit, num_rows, pack_rows, shuffled
 from nanosam.data.read_ahead import check_fingerprint, read_ahead
-from nanosam.data.remote import is_remote, local_copy, reaching
 from nanosam.data.store import TOKENIZER
 from nanosam.data.tokenizer import Tokenizer
-from nanosam.errors import UsageError, UserError
+from nanosam.system.errors import UsageError, UserError
+from nanosam.system.remote import is_remote, local_copy, reaching
 
 _INFO = "dataset_info.json"
 _GROUP = 16  # documents in one element of the read-ahead; part of a checkpoint's position

@@ -10,7 +10,7 @@ import numpy as np
 import sentencepiece
 from etils import epath
 
-from nanosam.errors import UsageError, UserError
+from nanosam.system.errors import UsageError, UserError
 
 MODEL_TYPES = ("unigram", "bpe")
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import optax
 
-from nanosam.errors import UsageError
 from nanosam.optim import schedules
 from nanosam.optim.direction import Moments
+from nanosam.system.errors import UsageError
 
 
 def _path(path) -> str:

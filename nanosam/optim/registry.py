@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from nanosam.errors import UsageError
 from nanosam.optim import direction as along
+from nanosam.system.errors import UsageError
 
 HERE, THERE = "theta", "theta'"
 

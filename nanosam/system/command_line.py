@@ -5,9 +5,9 @@ import pathlib
 import tempfile
 from typing import NoReturn
 
-from nanosam.data.remote import is_remote
-from nanosam.errors import UsageError
-from nanosam.files import disk_errors
+from nanosam.system.errors import UsageError
+from nanosam.system.files import disk_errors
+from nanosam.system.remote import is_remote
 
 
 class Parser(argparse.ArgumentParser):

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from etils import epath
 
-from nanosam.data.store import MANIFEST, TOKENIZER, StoreReader, read_manifest
-from nanosam.errors import UsageError, UserError, first_line, say
+from nanosam.system.errors import UsageError, UserError, first_line, say
 
 _COPIERS = 8
 _BLOCK_BYTES = 8 << 20
@@ -24,22 +23,6 @@ _BLOCK_BYTES = 8 << 20
 
 def is_remote(path: str) -> bool:
   return "://" in path
-
-
-def copy_store(uri: str, cache_dir: Path) -> Path:
-  """The local copy of a token store, every byte of it checked."""
-  with reaching(uri):
-    remote = epath.Path(uri)
-    manifest = read_manifest(remote)
-    shards = [s["name"] for split in manifest["splits"].values() for s in split if s["tokens"]]
-    names = [f"{name}.{suffix}" for name in shards for suffix in ("tokens", "documents")]
-    return local_copy(
-      remote,
-      [*names, TOKENIZER, MANIFEST],
-      version=(remote / MANIFEST).read_bytes(),
-      cache_dir=cache_dir,
-      check=lambda copy: StoreReader(copy).verify(),
-    )
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 from etils import epath
 
-from nanosam.errors import UserError
+from nanosam.system.errors import UserError
 
 
 def write_atomically(path: pathlib.Path | epath.Path, content: bytes) -> None:

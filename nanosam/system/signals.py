@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from nanosam.errors import Interrupted
+from nanosam.system.errors import Interrupted
 
 _NOTHING_LOST = "stopped before the next step, nothing is lost; run the same command to go on"
 
