@@ -4,7 +4,7 @@ from typing import Any
 
 from nanosam.curvature import PREFIXES, Surface, exact_net
 from nanosam.data.batch import Batch
-from nanosam.data.pipeline import Source
+from nanosam.data.sources import Source
 from nanosam.optim import base
 from nanosam.step import Trainer, TrainState
 from nanosam.system.errors import UsageError

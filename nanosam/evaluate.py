@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from nanosam import head, sharding
 from nanosam.data.batch import Batch, EvalSet
-from nanosam.data.pipeline import eval_set, source_of
+from nanosam.data.sources import eval_set, source_of
 from nanosam.model import Params, unembedding
 from nanosam.optim.passes import Net
 from nanosam.restore import Loaded, load_run

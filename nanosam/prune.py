@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from nanosam import plots
-from nanosam.data.pipeline import eval_set
+from nanosam.data.sources import eval_set
 from nanosam.evaluate import Evaluator
 from nanosam.model import Params
 from nanosam.optim.base import matching

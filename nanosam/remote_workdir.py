@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from etils import epath
 
 from nanosam.cluster import Hosts
-from nanosam.data.pipeline import default_cache_dir
+from nanosam.data.sources import default_cache_dir
 from nanosam.system.errors import UsageError, UserError, say
 from nanosam.workdir import Workdir, claim, create
 from nanosam.writers import METRICS_FILE

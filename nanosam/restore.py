@@ -13,7 +13,7 @@ from nanosam import __version__, runtime, sharding
 from nanosam import config as config_lib
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import FOLDER, Checkpoints
-from nanosam.data.pipeline import Source, source_of
+from nanosam.data.sources import Source, source_of
 from nanosam.model import Params
 from nanosam.optim import base
 from nanosam.optim.direction import Moments

@@ -7,7 +7,7 @@ import jax
 import ml_collections
 from absl import logging
 
-from nanosam.data.pipeline import default_cache_dir
+from nanosam.data.sources import default_cache_dir
 
 
 def set_up_jax(c: ml_collections.ConfigDict) -> None:

@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Mapping
 
-from nanosam.data.tfrecord import BYTES, FIXED32, FIXED64, VARINT, field, frame, varint
+from nanosam.data.preparation.tfrecord import BYTES, FIXED32, FIXED64, VARINT, field, frame, varint
 
 _SESSION_START = 1  # SessionLog.SessionStatus.START
 

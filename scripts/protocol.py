@@ -35,7 +35,7 @@ import numpy as np
 
 from nanosam import comparable, compare, flops, runs, sharding, sweep
 from nanosam import config as config_lib
-from nanosam.data.pipeline import source_of
+from nanosam.data.sources import source_of
 from nanosam.step import Trainer
 from nanosam.system.errors import UserError
 

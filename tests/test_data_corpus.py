@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nanosam.data import corpus
-from nanosam.data.pipeline import open_source
+from nanosam.data import embedded
+from nanosam.data.sources import open_source
 from nanosam.data.store import StoreReader
 from nanosam.system.errors import UserError
 
@@ -39,11 +39,11 @@ def build_in_process(cache, vocab_size, distributions=None) -> subprocess.Popen:
   """Builds in a process of its own, which begins when its stdin closes."""
   code = f"""
 import json, sys
-from nanosam.data import corpus
-from nanosam.data.pipeline import open_source
+from nanosam.data import embedded
+from nanosam.data.sources import open_source
 if {distributions!r}:
-  corpus.DISTRIBUTIONS = {distributions!r}
-  corpus._standard_library_files = lambda: []
+  embedded.DISTRIBUTIONS = {distributions!r}
+  embedded._standard_library_files = lambda: []
 sys.stdin.read()
 source = open_source("embedded", vocab_size={vocab_size}, cache_dir={str(cache)!r})
 json.dump([source.fingerprint, sorted(sys.modules)], sys.stdout)
@@ -54,7 +54,7 @@ json.dump([source.fingerprint, sorted(sys.modules)], sys.stdout)
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
-    cwd=Path(corpus.__file__).parents[2],
+    cwd=Path(embedded.__file__).parents[2],
   )
 
 
@@ -84,7 +84,7 @@ def test_source_is_read_but_never_run(tmp_path, monkeypatch):
   make_distribution(tmp_path / "site", {"fake/__init__.py": f'"""Fake. {PROSE}"""\n{effect}'})
   monkeypatch.syspath_prepend(tmp_path / "site")
   only(monkeypatch, "fake")
-  assert corpus.collect_documents() == [f"Fake. {PROSE.strip()}\n"]
+  assert embedded.collect_documents() == [f"Fake. {PROSE.strip()}\n"]
   assert not marker.exists()
   assert "fake" not in sys.modules
 
@@ -121,7 +121,7 @@ class C(Base):
   )
   monkeypatch.syspath_prepend(tmp_path)
   only(monkeypatch, "fake")
-  assert corpus.collect_documents() == [
+  assert embedded.collect_documents() == [
     f"About the module. {PROSE.strip()}\n\n"
     "class C\nAbout the class, which does one thing and does it well.\n\n"
     "C.method(x, key)\nAbout the method:\n\n    indented example, and café\n\nthe end.\n"
@@ -136,7 +136,7 @@ def test_documents_do_not_depend_on_place_or_order_of_installation(tmp_path, mon
       make_distribution(tmp_path / place, dict(items))
       m.syspath_prepend(tmp_path / place)
       only(m, "fake")
-      found.append(corpus.collect_documents())
+      found.append(embedded.collect_documents())
   assert found[0] == found[1]
   assert len(found[0]) == 12
 
@@ -145,7 +145,7 @@ def test_topics_of_the_language_reference_are_documents(monkeypatch):
   only(monkeypatch)
   topics = Path(os.__file__).parent / "pydoc_data" / "topics.py"
   monkeypatch.setattr(corpus, "_standard_library_files", lambda: [("topics", str(topics))])
-  documents = corpus.collect_documents()
+  documents = embedded.collect_documents()
   assert len(documents) > 50
   assert any(d.startswith('The "assert" statement') for d in documents)
 
@@ -160,24 +160,24 @@ def test_two_processes_build_at_once(tmp_path):
 
 def test_same_text_gives_the_same_store_elsewhere(tmp_path, monkeypatch):
   only(monkeypatch, *SMALL)
-  stores = [StoreReader(corpus.build_embedded(tmp_path / d, 1024)) for d in "ab"]
+  stores = [StoreReader(embedded.build_embedded(tmp_path / d, 1024)) for d in "ab"]
   assert stores[0].fingerprint == stores[1].fingerprint
-  other = StoreReader(corpus.build_embedded(tmp_path / "a", 1025))
+  other = StoreReader(embedded.build_embedded(tmp_path / "a", 1025))
   assert other.fingerprint != stores[0].fingerprint
   assert len(list((tmp_path / "a").iterdir())) == 2
 
 
 def test_the_slower_builder_discards_its_copy(tmp_path, monkeypatch, capsys):
-  write = corpus._write
+  write = embedded._write
   only(monkeypatch, *SMALL)
 
   def overtaken(directory, vocab_size):
     monkeypatch.setattr(corpus, "_write", write)
-    corpus.build_embedded(tmp_path, vocab_size)
+    embedded.build_embedded(tmp_path, vocab_size)
     write(directory, vocab_size)
 
   monkeypatch.setattr(corpus, "_write", overtaken)
-  path = corpus.build_embedded(tmp_path, 1024)
+  path = embedded.build_embedded(tmp_path, 1024)
   assert list(tmp_path.iterdir()) == [path]
   StoreReader(path).verify()
   assert capsys.readouterr().err.count("building the embedded corpus (once)") == 2
@@ -186,7 +186,7 @@ def test_the_slower_builder_discards_its_copy(tmp_path, monkeypatch, capsys):
 def test_failed_build_leaves_nothing(tmp_path, monkeypatch):
   only(monkeypatch, *SMALL)
   with pytest.raises(UserError, match="vocab_size=50"):
-    corpus.build_embedded(tmp_path, 50)
+    embedded.build_embedded(tmp_path, 50)
   assert not list(tmp_path.iterdir())
 
 
@@ -194,7 +194,7 @@ def test_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
   only(monkeypatch, *SMALL)
   (tmp_path / "file").write_text("")
   with pytest.raises(UserError, match=r"cannot write .*file.* NANOSAM_CACHE"):
-    corpus.build_embedded(tmp_path / "file", 1024)
+    embedded.build_embedded(tmp_path / "file", 1024)
 
 
 def test_nothing_that_is_read_is_imported(built):
@@ -229,7 +229,7 @@ def test_real_documents_round_trip_and_do_not_cross_the_split(built):
       assert (document[0], document[-1]) == (store.tokenizer.bos_id, store.tokenizer.eos_id)
       text = store.tokenizer.decode(document[1:-1])
       if len(text.encode()) == num_bytes:
-        assert corpus.is_validation(text) == (name == "validation")
+        assert embedded.is_validation(text) == (name == "validation")
       else:
         changed += 1  # It held U+2581, which is read back as a space.
       found.append(text)

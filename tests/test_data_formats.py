@@ -11,8 +11,8 @@ import pytest
 import tensorflow_datasets as tfds
 from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 
-from nanosam.data import formats, tfrecord
-from nanosam.data.formats import Document, Problem
+from nanosam.data.preparation import formats, tfrecord
+from nanosam.data.preparation.formats import Document, Problem
 from nanosam.system.errors import UsageError
 
 TEXTS = [f"Document {i}: café, 漢字 😀\nsecond line {'word ' * (i % 50)}" for i in range(300)]

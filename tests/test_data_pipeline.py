@@ -9,7 +9,7 @@ import pytest
 from streams import B, L, assert_same, stream, take
 
 from nanosam.data.batch import Batch, batch_hash, combine_hashes
-from nanosam.data.pipeline import default_cache_dir, merge_states, open_source
+from nanosam.data.sources import default_cache_dir, merge_states, open_source
 from nanosam.data.store import StoreReader, StoreWriter
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.system.errors import UsageError, UserError

@@ -21,10 +21,11 @@ import pytest
 import sentencepiece
 import tensorflow_datasets as tfds
 
-from nanosam.data import chunk, finish, formats, prepare, tfrecord, vocabulary
+from nanosam.data import prepare
 from nanosam.data.benchmark import tree_bytes
 from nanosam.data.inspect import verify
-from nanosam.data.pipeline import open_source
+from nanosam.data.preparation import assembly, chunk, formats, tfrecord, vocabulary
+from nanosam.data.sources import open_source
 from nanosam.data.store import StoreReader
 from nanosam.data.tokenizer import Tokenizer, train_tokenizer
 from nanosam.system.errors import UsageError, UserError
@@ -224,7 +225,7 @@ def test_kill_and_run_again(tmp_path):
 @pytest.mark.parametrize("moves", [0, 1, 7])
 def test_cut_short_at_the_very_end(inputs, prepared, tmp_path, monkeypatch, moves):
   count = 0
-  move = finish._move
+  move = assembly._move
 
   def failing(source, target):
     nonlocal count

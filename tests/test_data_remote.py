@@ -10,7 +10,7 @@ from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 
 from nanosam.data import prepare
-from nanosam.data.pipeline import open_source
+from nanosam.data.sources import open_source
 from nanosam.data.store import StoreReader
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.system import remote

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from streams import B, L, assert_same, stream, take
 
-from nanosam.data import prepare, tfds_source, tfrecord
-from nanosam.data.pipeline import merge_states, open_source
+from nanosam.data import prepare, tfds
+from nanosam.data.preparation import tfrecord
+from nanosam.data.sources import merge_states, open_source
 from nanosam.data.store import StoreReader
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.system.errors import UsageError, UserError
@@ -255,7 +256,7 @@ def test_tfrecord_form_is_told_how_to_convert_and_that_works(directory, tmp_path
   subprocess.run(
     [sys.executable, *(w.replace("'", "") for w in words[1:]), f"--tokenizer={model}"],
     check=True,
-    cwd=Path(tfds_source.__file__).parents[2],
+    cwd=Path(tfds.__file__).parents[2],
     stdout=subprocess.DEVNULL,
   )
   found, expected = (StoreReader(d).split("train") for d in (tmp_path / "x", directory))

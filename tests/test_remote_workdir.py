@@ -12,7 +12,7 @@ from training import CONFIG, Commands, assert_same_run
 
 from nanosam import remote_workdir
 from nanosam.cluster import ALONE
-from nanosam.data.corpus import build_embedded
+from nanosam.data.embedded import build_embedded
 from nanosam.remote_workdir import Folder, Lease, RemoteWorkdir
 from nanosam.system.errors import UsageError, UserError
 from nanosam.writers import read_metrics

@@ -21,7 +21,7 @@ import time
 import jax
 
 from nanosam import config, evaluate, remote_workdir, writers
-from nanosam.data import pipeline
+from nanosam.data import sources
 
 
 def get_config(arg=None):
@@ -109,7 +109,7 @@ def at_saving(act, number):
 
 
 def at_data(_, number):
-  read, count = pipeline.StoreStream.__next__, itertools.count(1)
+  read, count = sources.StoreStream.__next__, itertools.count(1)
 
   def read_and_spoil(self):
     batch = read(self)
@@ -119,7 +119,7 @@ def at_data(_, number):
       batch = batch._replace(weights_BxL=weights_BxL)
     return batch
 
-  pipeline.StoreStream.__next__ = read_and_spoil
+  sources.StoreStream.__next__ = read_and_spoil
 
 
 def checkpoints():

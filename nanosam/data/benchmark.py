@@ -18,10 +18,11 @@ from typing import Any
 import psutil
 import sentencepiece
 
-from nanosam.data import corpus, formats
+from nanosam.data import embedded
 from nanosam.data.batch import Reading
-from nanosam.data.inputs import expand
-from nanosam.data.pipeline import open_source
+from nanosam.data.preparation import formats
+from nanosam.data.preparation.inputs import expand
+from nanosam.data.sources import open_source
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import UserError
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> None:
 
 def _embedded(scratch: Path) -> tuple[str, str]:
   """The embedded corpus as a file, and a vocabulary for it."""
-  documents = corpus.collect_documents()
+  documents = embedded.collect_documents()
   lines = [json.dumps({"text": d}) for d in documents]
   (scratch / "corpus.jsonl").write_text("\n".join(lines))
   tokenizer = train_tokenizer(documents[:400], 4096, "unigram")

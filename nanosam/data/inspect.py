@@ -14,8 +14,8 @@ from typing import Any
 
 from nanosam import config as config_lib
 from nanosam.data.batch import Reading, batch_hash
-from nanosam.data.finish import PLAN
-from nanosam.data.pipeline import Source, source_of
+from nanosam.data.preparation.assembly import PLAN
+from nanosam.data.sources import Source, source_of
 from nanosam.data.store import StoreReader, check_sha256
 from nanosam.system import errors
 from nanosam.system.command_line import Parser

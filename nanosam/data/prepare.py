@@ -34,12 +34,12 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from nanosam.data import chunk as chunk_lib
-from nanosam.data import vocabulary
-from nanosam.data.chunk import Rules
-from nanosam.data.cut import cut_chunks, drop_group
-from nanosam.data.finish import PLAN, describe, finish
-from nanosam.data.inputs import Plan, changes, make_plan
+from nanosam.data.preparation import chunk as chunk_lib
+from nanosam.data.preparation import vocabulary
+from nanosam.data.preparation.assembly import PLAN, describe, finish
+from nanosam.data.preparation.chunk import Rules
+from nanosam.data.preparation.chunking import cut_chunks, drop_group
+from nanosam.data.preparation.inputs import Plan, changes, make_plan
 from nanosam.data.store import MANIFEST, TOKENIZER
 from nanosam.data.tokenizer import MODEL_TYPES, Tokenizer
 from nanosam.system import errors

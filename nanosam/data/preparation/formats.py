@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from etils import epath
 
-from nanosam.data import parquet_pages, tfrecord
+from nanosam.data.preparation import parquet_pages, tfrecord
 from nanosam.system.errors import UsageError, first_line
 
 MAX_DOCUMENT_BYTES = 64 << 20  # as it stands in the file

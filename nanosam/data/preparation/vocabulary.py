@@ -4,8 +4,8 @@ import hashlib
 import heapq
 from collections.abc import Iterator, Sequence
 
-from nanosam.data import formats
-from nanosam.data.chunk import Problems, Rules
+from nanosam.data.preparation import formats
+from nanosam.data.preparation.chunk import Problems, Rules
 from nanosam.data.tokenizer import Tokenizer, train_tokenizer
 
 _READ_PER_SAMPLED_BYTE = 32  # raw bytes looked at, at most

@@ -23,7 +23,7 @@ from typing import Any
 
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from nanosam.data import formats, tfrecord
+from nanosam.data.preparation import formats, tfrecord
 from nanosam.data.store import ShardWriter, StoreWriter
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UserError

@@ -15,7 +15,7 @@ import grain
 from etils import epath
 
 from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, Reading
-from nanosam.data.corpus import build_embedded
+from nanosam.data.embedded import build_embedded
 from nanosam.data.packing import HostBatches, documents_that_fit, num_rows, pack_rows
 from nanosam.data.read_ahead import check_fingerprint, read_ahead
 from nanosam.data.store import MANIFEST, TOKENIZER, StoreReader, read_manifest
@@ -89,7 +89,7 @@ def open_source(
       StoreReader(copy_store(argument, cache) if is_remote(argument) else argument)
     )
   if kind == "tfds" and argument:
-    from nanosam.data.tfds_source import open_tfds  # not everyone needs to wait for its imports
+    from nanosam.data.tfds import open_tfds  # not everyone needs to wait for its imports
 
     return open_tfds(
       argument, data_dir=data_dir, tokenizer=tokenizer, text_field=text_field, cache_dir=cache

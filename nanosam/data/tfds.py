@@ -22,8 +22,8 @@ import numpy as np
 from etils import epath
 
 from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, Reading
-from nanosam.data.finish import TEXT
 from nanosam.data.packing import documents_that_fit, num_rows, pack_rows, shuffled
+from nanosam.data.preparation.assembly import TEXT
 from nanosam.data.read_ahead import check_fingerprint, read_ahead
 from nanosam.data.store import TOKENIZER
 from nanosam.data.tokenizer import Tokenizer

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanosam.data.chunk import RECORD, SHOWN_PROBLEMS, TEXT_FIELD
-from nanosam.data.cut import chunk_directories
+from nanosam.data.preparation.chunk import RECORD, SHOWN_PROBLEMS, TEXT_FIELD
+from nanosam.data.preparation.chunking import chunk_directories
 from nanosam.data.store import TOKENIZER, Shard, StoreWriter
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UserError

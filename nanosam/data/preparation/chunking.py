@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from nanosam.data import formats
-from nanosam.data.chunk import INPUT, RECORD, Chunk, Problems, Rules
-from nanosam.data.inputs import Plan
+from nanosam.data.preparation import formats
+from nanosam.data.preparation.chunk import INPUT, RECORD, Chunk, Problems, Rules
+from nanosam.data.preparation.inputs import Plan
 from nanosam.system.files import write_json
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from etils import epath
 
-from nanosam.data import formats
+from nanosam.data.preparation import formats
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UsageError
 from nanosam.system.remote import reaching
