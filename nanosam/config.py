@@ -17,7 +17,7 @@ from typing import Any
 
 import ml_collections
 
-from nanosam.optim.registry import METHODS
+from nanosam.optim.methods import METHODS
 from nanosam.system.errors import UsageError
 
 # name: layers, heads, width. Named by non-embedding parameters as in arXiv 2502.02407; `mini` is

@@ -23,12 +23,12 @@ from jax.sharding import Mesh
 from nanosam import head, sharding
 from nanosam.data.batch import Batch
 from nanosam.model import Params, unembedding
-from nanosam.optim import direction, registry
+from nanosam.optim import direction, methods
 from nanosam.optim.direction import Direction, Moments
 from nanosam.optim.passes import Kept, Net, Passes, accumulate
 from nanosam.step import make_net
 
-HESSIAN, GAUSS_NEWTON, FUNCTIONAL = registry.full, registry.logit, registry.functional
+HESSIAN, GAUSS_NEWTON, FUNCTIONAL = methods.full, methods.logit, methods.functional
 GRADIENT, PRECONDITIONED = "gradient", "preconditioned"
 DIRECTIONS = {GRADIENT: direction.gradient, PRECONDITIONED: direction.preconditioned}
 PREFIXES = {GRADIENT: "tau", PRECONDITIONED: "tau_precond"}  # of names in records
@@ -42,7 +42,7 @@ def exact_net(c: ml_collections.ConfigDict, vocab_size: int) -> Net:
   return make_net(exact, vocab_size)
 
 
-def product(passes: Passes, path: registry.Path, v: Params) -> Params:
+def product(passes: Passes, path: methods.Path, v: Params) -> Params:
   """H v, H_G v or H_F v."""
   zero = jax.tree.map(jnp.zeros_like, v)
   return jax.jvp(lambda eps: passes.along(path, eps, Kept())[0], (zero,), (v,))[1]
@@ -165,7 +165,7 @@ class Surface:
         losses.append(loss)
     return sum(map(float, losses)), total
 
-  def product(self, path: registry.Path, params: Params, v: Params) -> Params:
+  def product(self, path: methods.Path, params: Params, v: Params) -> Params:
     with self.exactly():
       total = zeros_like(params)
       for share, batch in zip(self.shares, self.batches, strict=True):

@@ -16,7 +16,7 @@ import numpy as np
 from nanosam import config as config_lib
 from nanosam import workdir as workdir_lib
 from nanosam.optim import guard
-from nanosam.optim.registry import METHODS
+from nanosam.optim.methods import METHODS
 from nanosam.system.errors import UserError
 from nanosam.workdir import SEQUENCES_FILE
 from nanosam.writers import METRICS_FILE, read_metrics

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from nanosam import sharding
 from nanosam.data.batch import Batch
 from nanosam.model import ModelConfig, Params, Transformer
-from nanosam.optim import base, guard, registry, schedules
+from nanosam.optim import base, guard, methods, schedules
 from nanosam.optim.gradient import Estimate, Method, Metrics, cosine, estimate, estimate_by_group
 from nanosam.optim.passes import Hidden, Net, Passes
 
@@ -50,7 +50,7 @@ def make_method(opt: ml_collections.ConfigDict, params: Params) -> Method:
   def only_perturbed(tree: Params) -> Params:
     return jax.tree.map(lambda x, yes: x if yes else jnp.zeros_like(x), tree, covered)
 
-  return Method(*registry.resolve(opt), opt, only_perturbed)
+  return Method(*methods.resolve(opt), opt, only_perturbed)
 
 
 class Trainer:

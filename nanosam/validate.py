@@ -7,7 +7,7 @@ import ml_collections
 
 from nanosam.config import flat, lookup
 from nanosam.model import ACTIVATIONS, ATTENTIONS
-from nanosam.optim import registry, schedules
+from nanosam.optim import methods, schedules
 from nanosam.optim.base import BASES
 from nanosam.optim.direction import VARIANTS
 from nanosam.profiling import parse_steps
@@ -19,7 +19,7 @@ CHOICES = {
   "model.attention": ATTENTIONS,
   "model.dtype": ("float32", "bfloat16"),
   "head.residual": ("store", "recompute", "auto"),
-  "opt.method": registry.METHODS,
+  "opt.method": methods.METHODS,
   "opt.base": BASES,
   "opt.decay_type": schedules.DECAY_TYPES,
   "opt.rho_schedule": schedules.RHO_SCHEDULES,
@@ -102,7 +102,7 @@ def _multiples(value: int, of: int) -> str:
 
 def _method(c: ml_collections.ConfigDict) -> None:
   o = c.opt
-  direction, path = registry.resolve(o)
+  direction, path = methods.resolve(o)
   need(0 <= o.phi <= math.pi / 2, f"opt.phi={o.phi} must lie in [0, pi/2]")
   need(
     o.method != "momentum_precond_func_sam" or o.precond_variant == "post",

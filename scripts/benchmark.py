@@ -26,8 +26,8 @@ from nanosam.data.batch import Batch
 from nanosam.model import Transformer, unembedding
 from nanosam.optim import guard
 from nanosam.optim.gradient import Estimate
+from nanosam.optim.methods import METHODS
 from nanosam.optim.passes import Passes
-from nanosam.optim.registry import METHODS
 from nanosam.step import Trainer, model_config
 from nanosam.system import errors
 from nanosam.system.command_line import Parser

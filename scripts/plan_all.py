@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from nanosam.config import lookup
-from nanosam.optim.registry import METHODS
+from nanosam.optim.methods import METHODS
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import UserError

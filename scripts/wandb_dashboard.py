@@ -12,7 +12,7 @@ from typing import Any
 
 from nanosam import config as config_lib
 from nanosam import plots
-from nanosam.optim.registry import METHODS
+from nanosam.optim.methods import METHODS
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import UserError, first_line

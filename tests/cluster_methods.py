@@ -11,7 +11,7 @@ from conftest import random_batch
 
 from nanosam import cluster, config, sharding
 from nanosam.data.batch import Batch
-from nanosam.optim.registry import METHODS
+from nanosam.optim.methods import METHODS
 from nanosam.step import Trainer
 from nanosam.system.signals import StopRequest
 

@@ -15,7 +15,7 @@ from training import CONFIG, ROOT, Outcome, assert_same_run, losses, state, step
 
 from nanosam import cluster, config
 from nanosam.hub import Hub, listen
-from nanosam.optim.registry import METHODS
+from nanosam.optim.methods import METHODS
 from nanosam.system.errors import UsageError, UserError
 from nanosam.writers import read_metrics
 

@@ -14,13 +14,13 @@ from conftest import random_batch
 
 from nanosam import flops
 from nanosam.data.batch import Batch
-from nanosam.optim import base, registry
+from nanosam.optim import base, methods
 from nanosam.optim.direction import Moments, denominator, perturbation
 from nanosam.optim.gradient import Method, estimate, estimate_by_group
 from nanosam.optim.passes import Net, Passes
 
 B, L, D, F, V = 4, 6, 5, 7, 30
-PERTURBING = [name for name in registry.METHODS if name != "adamw"]
+PERTURBING = [name for name in methods.METHODS if name != "adamw"]
 
 
 def settings(method, **changes):
@@ -34,7 +34,7 @@ def settings(method, **changes):
 
 def make_method(name, **changes):
   opt = settings(name, **changes)
-  return Method(*registry.resolve(opt), opt, lambda tree: tree)
+  return Method(*methods.resolve(opt), opt, lambda tree: tree)
 
 
 def hidden(p, batch):
@@ -258,7 +258,7 @@ def test_angles(x64):
 
 
 @pytest.mark.parametrize(
-  "name, tied", [*((name, True) for name in registry.METHODS), ("sam", False), ("func_sam", False)]
+  "name, tied", [*((name, True) for name in methods.METHODS), ("sam", False), ("func_sam", False)]
 )
 def test_chunks_stored_residuals_and_microbatches_change_nothing(x64, name, tied):
   params, batch, moments = setting(tied)
@@ -390,7 +390,7 @@ def test_masked_parameters_are_left_out_of_eps_and_of_its_norm(x64):
   opt = settings("sam")
   covered = base.matching(params, "mlp")
   method = Method(
-    *registry.resolve(opt),
+    *methods.resolve(opt),
     opt,
     lambda tree: jax.tree.map(lambda x, yes: x if yes else jnp.zeros_like(x), tree, covered),
   )

@@ -13,8 +13,8 @@ from conftest import random_batch
 from nanosam import flops, sharding
 from nanosam.optim import base, guard, schedules
 from nanosam.optim.gradient import Estimate
+from nanosam.optim.methods import METHODS
 from nanosam.optim.passes import Passes
-from nanosam.optim.registry import METHODS
 from nanosam.sharding import STACKED
 from nanosam.step import Trainer
 from nanosam.system.errors import UsageError

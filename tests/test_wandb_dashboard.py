@@ -8,7 +8,7 @@ import pytest
 from training import ROOT
 
 from nanosam import writers
-from nanosam.optim.registry import METHODS
+from nanosam.optim.methods import METHODS
 from nanosam.wandb_writer import X_AXES
 
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -11,8 +11,8 @@ import optax
 from nanosam.data.batch import Batch
 from nanosam.model import Params
 from nanosam.optim.direction import Direction, Moments, perturbation
+from nanosam.optim.methods import HERE, THERE, Path
 from nanosam.optim.passes import Kept, Passes, accumulate, interleaved
-from nanosam.optim.registry import HERE, THERE, Path
 
 NO_PERTURBATION = "guard/no_perturbation"
 

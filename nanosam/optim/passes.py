@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from nanosam import head
 from nanosam.data.batch import Batch
 from nanosam.model import Params, unembedding
-from nanosam.optim.registry import HERE, THERE, Path
+from nanosam.optim.methods import HERE, THERE, Path
 from nanosam.sharding import batch_shards, split_like_parameters, split_over_batch
 
 STORE_LIMIT_BYTES = 2**27  # head.residual=auto keeps a residual up to this size on each device
