@@ -20,9 +20,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from nanosam import head, sharding
 from nanosam.data.batch import Batch
-from nanosam.model import Params, unembedding
+from nanosam.model import head, sharding
+from nanosam.model.transformer import Params, unembedding
 from nanosam.optim import direction, methods
 from nanosam.optim.direction import Direction, Moments
 from nanosam.optim.passes import Kept, Net, Passes, accumulate

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from nanosam import head, sharding
 from nanosam.data.batch import Batch, EvalSet
 from nanosam.data.sources import eval_set, source_of
-from nanosam.model import Params, unembedding
+from nanosam.model import head, sharding
+from nanosam.model.transformer import Params, unembedding
 from nanosam.optim.passes import Net
 from nanosam.restore import Loaded, load_run
 from nanosam.system import errors

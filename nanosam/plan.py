@@ -22,7 +22,8 @@ import psutil
 from jax.experimental import topologies
 
 from nanosam import config as config_lib
-from nanosam import flops, hlo, sharding
+from nanosam import flops, hlo
+from nanosam.model import sharding
 from nanosam.step import Trainer
 from nanosam.system import errors
 from nanosam.system.command_line import Parser

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from nanosam import plots
 from nanosam.data.sources import eval_set
 from nanosam.evaluate import Evaluator
-from nanosam.model import Params
+from nanosam.model.transformer import Params
 from nanosam.optim.base import matching
 from nanosam.restore import Loaded, load_run
 from nanosam.system import errors

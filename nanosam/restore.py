@@ -9,12 +9,13 @@ import ml_collections
 from etils import epath
 from jax.sharding import Mesh
 
-from nanosam import __version__, runtime, sharding
+from nanosam import __version__, runtime
 from nanosam import config as config_lib
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import FOLDER, Checkpoints
 from nanosam.data.sources import Source, source_of
-from nanosam.model import Params
+from nanosam.model import sharding
+from nanosam.model.transformer import Params
 from nanosam.optim import base
 from nanosam.optim.direction import Moments
 from nanosam.optim.passes import Net

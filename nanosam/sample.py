@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nanosam import sharding
 from nanosam.data.batch import Batch
-from nanosam.model import Params, unembedding
+from nanosam.model import sharding
+from nanosam.model.transformer import Params, unembedding
 from nanosam.restore import Loaded, load_run
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser

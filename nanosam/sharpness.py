@@ -25,7 +25,7 @@ from nanosam.curvature import GAUSS_NEWTON, HESSIAN, Surface
 from nanosam.data.batch import EvalSet
 from nanosam.diagnostics import validation_rows
 from nanosam.evaluate import Evaluator
-from nanosam.model import Params
+from nanosam.model.transformer import Params
 from nanosam.restore import Loaded, load_run
 from nanosam.spectrum import LARGEST, SMALLEST, Lanczos, Mean, converge, hutchinson, mean
 from nanosam.system import errors

@@ -9,9 +9,9 @@ import ml_collections
 import optax
 from jax.sharding import Mesh
 
-from nanosam import sharding
 from nanosam.data.batch import Batch
-from nanosam.model import ModelConfig, Params, Transformer
+from nanosam.model import sharding
+from nanosam.model.transformer import ModelConfig, Params, Transformer
 from nanosam.optim import base, guard, methods, schedules
 from nanosam.optim.gradient import Estimate, Method, Metrics, cosine, estimate, estimate_by_group
 from nanosam.optim.passes import Hidden, Net, Passes

@@ -15,7 +15,7 @@ import ml_collections
 from clu import parameter_overview
 
 from nanosam import config as config_lib
-from nanosam import flops, runtime, sharding, watch
+from nanosam import flops, runtime, watch
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import Checkpoints, found_steps
 from nanosam.cluster import Hosts, joined
@@ -24,7 +24,8 @@ from nanosam.data.sources import Source, eval_set, merge_states, source_of
 from nanosam.diagnostics import TAU, Diagnostics
 from nanosam.evaluate import Evaluator, Stopped
 from nanosam.metrics import Cost, Meter
-from nanosam.model import non_embedding_count
+from nanosam.model import sharding
+from nanosam.model.transformer import non_embedding_count
 from nanosam.profiling import Profiler
 from nanosam.step import Trainer, TrainState
 from nanosam.system import errors

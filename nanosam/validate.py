@@ -6,7 +6,7 @@ import re
 import ml_collections
 
 from nanosam.config import flat, lookup
-from nanosam.model import ACTIVATIONS, ATTENTIONS
+from nanosam.model.transformer import ACTIVATIONS, ATTENTIONS
 from nanosam.optim import methods, schedules
 from nanosam.optim.base import BASES
 from nanosam.optim.direction import VARIANTS

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from nanosam import sharding
 from nanosam.data.batch import Batch
 from nanosam.evaluate import row_sums
-from nanosam.model import Params
+from nanosam.model import sharding
+from nanosam.model.transformer import Params
 from nanosam.optim.guard import Counts, must_abort
 from nanosam.optim.passes import Net
 from nanosam.system.errors import UserError

@@ -21,9 +21,10 @@ import numpy as np
 import optax
 
 from nanosam import config as config_lib
-from nanosam import curvature, flops, sharding
+from nanosam import curvature, flops
 from nanosam.data.batch import Batch
-from nanosam.model import Transformer, unembedding
+from nanosam.model import sharding
+from nanosam.model.transformer import Transformer, unembedding
 from nanosam.optim import guard
 from nanosam.optim.gradient import Estimate
 from nanosam.optim.methods import METHODS

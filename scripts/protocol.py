@@ -33,9 +33,10 @@ import jax
 import ml_collections
 import numpy as np
 
-from nanosam import comparable, compare, flops, runs, sharding, sweep
+from nanosam import comparable, compare, flops, runs, sweep
 from nanosam import config as config_lib
 from nanosam.data.sources import source_of
+from nanosam.model import sharding
 from nanosam.step import Trainer
 from nanosam.system.errors import UserError
 

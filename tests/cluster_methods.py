@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from conftest import random_batch
 
-from nanosam import cluster, config, sharding
+from nanosam import cluster, config
 from nanosam.data.batch import Batch
+from nanosam.model import sharding
 from nanosam.optim.methods import METHODS
 from nanosam.step import Trainer
 from nanosam.system.signals import StopRequest

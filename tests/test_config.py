@@ -7,7 +7,7 @@ import pytest
 
 from nanosam import config as config_lib
 from nanosam import train
-from nanosam.model import Transformer
+from nanosam.model.transformer import Transformer
 from nanosam.step import model_config
 from nanosam.system.errors import UsageError
 from nanosam.validate import check_devices, validate

@@ -15,10 +15,11 @@ from conftest import random_batch
 from test_methods import V, hidden, loss_fn, make_method, scaled, setting, toy
 from training import ROOT
 
-from nanosam import curvature, flops, sharding
+from nanosam import curvature, flops
 from nanosam.curvature import FUNCTIONAL, GAUSS_NEWTON, HESSIAN, Surface
 from nanosam.data.batch import Batch
-from nanosam.model import unembedding
+from nanosam.model import sharding
+from nanosam.model.transformer import unembedding
 from nanosam.optim.direction import Moments
 from nanosam.optim.gradient import estimate
 from nanosam.optim.passes import Passes

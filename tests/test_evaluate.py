@@ -5,10 +5,11 @@ import jax
 import numpy as np
 import pytest
 
-from nanosam import evaluate, restore, sharding
+from nanosam import evaluate, restore
 from nanosam.data.store import StoreWriter
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.evaluate import Evaluator, Stopped
+from nanosam.model import sharding
 from nanosam.system import errors
 from nanosam.writers import read_metrics
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import random_batch
 
-from nanosam import head
+from nanosam.model import head
 
 vjp = jax.jit(head.vjp, static_argnames=("chunk", "keep"))
 token_losses = jax.jit(head.token_losses, static_argnames="chunk")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from nanosam import config as config_lib
-from nanosam import model
+from nanosam.model import transformer
 from nanosam.step import model_config
 
-CFG = model.ModelConfig(
+CFG = transformer.ModelConfig(
   **{"D": 16, "H": 2, "L": 8, "N": 2, "F": 32, "V": 50},
   **{"activation": "gelu", "tied": True, "dtype": jnp.float32},
   **{"remat": False, "scan_layers": False, "attention": "plain"},
@@ -23,12 +23,12 @@ def tokens(B=2, L=8, seed=0):
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply(cfg, params, x_BxL, segments_BxL=None):
-  return model.Transformer(cfg).apply({"params": params}, x_BxL, segments_BxL)
+  return transformer.Transformer(cfg).apply({"params": params}, x_BxL, segments_BxL)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def init(cfg, seed=0):
-  return model.Transformer(cfg).init(jax.random.key(seed), tokens())["params"]
+  return transformer.Transformer(cfg).init(jax.random.key(seed), tokens())["params"]
 
 
 def with_(**changes):
@@ -42,7 +42,7 @@ def test_a_row_that_many_tokens_share_gets_its_whole_gradient_in_bf16():
 
   def gradient(dtype):
     cfg = with_(L=128, dtype=dtype)
-    params = model.Transformer(with_(L=128)).init(jax.random.key(0), x_BxL)["params"]
+    params = transformer.Transformer(with_(L=128)).init(jax.random.key(0), x_BxL)["params"]
     return jax.grad(lambda p: jnp.sum(apply(cfg, p, x_BxL) * weight))(params)["embed"][3]
 
   exact = gradient(jnp.float32)
@@ -58,8 +58,10 @@ def test_a_row_that_many_tokens_share_gets_its_whole_gradient_in_bf16():
 def test_paper_sizes(size, millions):
   c = config_lib.default(size=size)
   cfg = model_config(c, vocab_size=32_101)
-  params = jax.eval_shape(lambda: model.Transformer(cfg).init(jax.random.key(0), tokens(1, 512)))
-  count = model.non_embedding_count(params["params"])
+  params = jax.eval_shape(
+    lambda: transformer.Transformer(cfg).init(jax.random.key(0), tokens(1, 512))
+  )
+  count = transformer.non_embedding_count(params["params"])
   assert count == 12 * cfg.N * cfg.D**2
   assert count / 1e6 == pytest.approx(millions, rel=2e-3)
 
@@ -126,8 +128,8 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_parameters():
 
 def test_untied_has_its_own_unembedding():
   tied, untied = init(CFG), init(with_(tied=False))
-  assert model.unembedding(tied) is tied["embed"]
-  assert model.unembedding(untied) is untied["unembed"]
+  assert transformer.unembedding(tied) is tied["embed"]
+  assert transformer.unembedding(untied) is untied["unembed"]
   assert (untied["unembed"] != untied["embed"]).any()
 
 

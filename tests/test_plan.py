@@ -11,7 +11,8 @@ import pytest
 from training import CONFIG, ROOT
 
 from nanosam import config as config_lib
-from nanosam import flops, hlo, plan, sharding
+from nanosam import flops, hlo, plan
+from nanosam.model import sharding
 from nanosam.step import Trainer
 from nanosam.system.errors import UsageError
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nanosam import prune, restore, sharding
+from nanosam import prune, restore
+from nanosam.model import sharding
 from nanosam.optim.base import matching
 from nanosam.system import errors
 

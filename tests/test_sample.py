@@ -7,7 +7,7 @@ import pytest
 
 from nanosam import restore, sample
 from nanosam.data.batch import Batch
-from nanosam.model import unembedding
+from nanosam.model.transformer import unembedding
 from nanosam.system import errors
 
 

@@ -5,7 +5,7 @@ import pytest
 from conftest import random_batch
 from jax.sharding import PartitionSpec as P
 
-from nanosam import sharding
+from nanosam.model import sharding
 from nanosam.step import Trainer
 from nanosam.system.errors import UsageError
 

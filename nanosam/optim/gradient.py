@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from nanosam.data.batch import Batch
-from nanosam.model import Params
+from nanosam.model.transformer import Params
 from nanosam.optim.direction import Direction, Moments, perturbation
 from nanosam.optim.methods import HERE, THERE, Path
 from nanosam.optim.passes import Kept, Passes, accumulate, interleaved

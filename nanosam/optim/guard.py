@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from nanosam.model import Params
+from nanosam.model.transformer import Params
 from nanosam.optim.gradient import NO_PERTURBATION, Estimate
 
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nanosam import head
 from nanosam.data.batch import Batch
-from nanosam.model import Params, unembedding
+from nanosam.model import head
+from nanosam.model.sharding import batch_shards, split_like_parameters, split_over_batch
+from nanosam.model.transformer import Params, unembedding
 from nanosam.optim.methods import HERE, THERE, Path
-from nanosam.sharding import batch_shards, split_like_parameters, split_over_batch
 
 STORE_LIMIT_BYTES = 2**27  # head.residual=auto keeps a residual up to this size on each device
 

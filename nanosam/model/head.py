@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nanosam.sharding import batch_shards, gathered, split_over_batch
+from nanosam.model.sharding import batch_shards, gathered, split_over_batch
 
 
 class Point(NamedTuple):

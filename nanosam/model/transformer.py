@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from nanosam.sharding import STACKED, gathered, split_over_batch
+from nanosam.model.sharding import STACKED, gathered, split_over_batch
 
 Params = Any
 
