@@ -19,9 +19,9 @@ from nanosam import flops, runtime, watch
 from nanosam import workdir as workdir_lib
 from nanosam.checkpoint import Checkpoints, found_steps
 from nanosam.cluster import Hosts, joined
+from nanosam.curvature.diagnostics import TAU, Diagnostics
 from nanosam.data.batch import Batch, Reading, batch_hash, combine_hashes
 from nanosam.data.sources import Source, eval_set, merge_states, source_of
-from nanosam.diagnostics import TAU, Diagnostics
 from nanosam.evaluate import Evaluator, Stopped
 from nanosam.metrics import Cost, Meter
 from nanosam.model import sharding

@@ -21,7 +21,8 @@ import numpy as np
 import optax
 
 from nanosam import config as config_lib
-from nanosam import curvature, flops
+from nanosam import flops
+from nanosam.curvature import products
 from nanosam.data.batch import Batch
 from nanosam.model import sharding
 from nanosam.model.transformer import Transformer, unembedding
@@ -111,17 +112,17 @@ def interleaved(
 
 GRADIENT = "gradient"
 PRODUCTS = {
-  "H v": lambda passes, v: curvature.product(passes, curvature.HESSIAN, v),
-  "H_G v": lambda passes, v: curvature.product(passes, curvature.GAUSS_NEWTON, v),
-  "H_F v": lambda passes, v: curvature.product(passes, curvature.FUNCTIONAL, v),
-  "v H_G v, v H_F v": curvature.quadratic_forms,
+  "H v": lambda passes, v: products.product(passes, products.HESSIAN, v),
+  "H_G v": lambda passes, v: products.product(passes, products.GAUSS_NEWTON, v),
+  "H_F v": lambda passes, v: products.product(passes, products.FUNCTIONAL, v),
+  "v H_G v, v H_F v": products.quadratic_forms,
 }
 
 
 def measure_curvature(args: argparse.Namespace) -> list[dict[str, Any]]:
   """Products with the Hessian and its parts, against one gradient of the same batch."""
   program = Program("adamw", args)
-  net = curvature.exact_net(program.trainer.config, args.vocab_size)
+  net = products.exact_net(program.trainer.config, args.vocab_size)
   params, batch = program.state.params, program.batch
   vector_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
   functions = {GRADIENT: lambda passes, _: passes.plain()[1], **PRODUCTS}

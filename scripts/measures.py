@@ -11,10 +11,11 @@ import numpy as np
 import paper_results
 from protocol import ADAMW, Lab, Setting
 
-from nanosam import compare, plots, prune, runs, sharpness, tables
+from nanosam import compare, plots, runs, tables
+from nanosam.curvature import pruning, sharpness
 from nanosam.system.errors import UserError
 
-FILES = {"sharpness": sharpness.FILE, "prune": prune.FILE}
+FILES = {"sharpness": sharpness.FILE, "prune": pruning.FILE}
 COLUMNS = {
   "lambda_max": "λ_max(H)",
   "lambda_max_HG": "λ_max(H_G)",

@@ -15,15 +15,16 @@ from conftest import random_batch
 from test_methods import V, hidden, loss_fn, make_method, scaled, setting, toy
 from training import ROOT
 
-from nanosam import curvature, flops
-from nanosam.curvature import FUNCTIONAL, GAUSS_NEWTON, HESSIAN, Surface
+from nanosam import flops
+from nanosam.curvature import products
+from nanosam.curvature.products import FUNCTIONAL, GAUSS_NEWTON, HESSIAN, Surface
+from nanosam.curvature.spectrum import LARGEST, SMALLEST, Lanczos, converge, hutchinson, mean
 from nanosam.data.batch import Batch
 from nanosam.model import sharding
 from nanosam.model.transformer import unembedding
 from nanosam.optim.direction import Moments
 from nanosam.optim.gradient import estimate
 from nanosam.optim.passes import Passes
-from nanosam.spectrum import LARGEST, SMALLEST, Lanczos, converge, hutchinson, mean
 from nanosam.step import Trainer
 
 PATHS = {"H": HESSIAN, "HG": GAUSS_NEWTON, "HF": FUNCTIONAL}
@@ -51,9 +52,9 @@ def dense(params, batch, net=None):
 
 
 @functools.partial(jax.jit, static_argnames="microbatches")
-def products(params, batch, v, microbatches=1):
+def every_product(params, batch, v, microbatches=1):
   passes = Passes(toy(), params, batch, microbatches)
-  return {name: curvature.product(passes, path, v) for name, path in PATHS.items()}
+  return {name: products.product(passes, path, v) for name, path in PATHS.items()}
 
 
 def noise(params, seed=1):
@@ -75,7 +76,7 @@ def test_products_are_those_of_the_dense_matrices(x64):
   np.testing.assert_allclose(matrices["HG"] + matrices["HF"], matrices["H"], atol=1e-12)
   assert np.linalg.eigvalsh(matrices["HG"])[0] > -1e-12
   v = noise(params)
-  for name, found in products(params, batch, v).items():
+  for name, found in every_product(params, batch, v).items():
     np.testing.assert_allclose(ravel(found), matrices[name] @ ravel(v), rtol=1e-9, atol=1e-12)
 
 
@@ -83,7 +84,7 @@ def test_products_are_linear_and_symmetric(x64):
   params, batch, _ = setting()
   u, v = noise(params, 1), noise(params, 2)
   both = jax.tree.map(lambda a, b: 2 * a - 3 * b, u, v)
-  Au, Av, A_both = (products(params, batch, x) for x in (u, v, both))
+  Au, Av, A_both = (every_product(params, batch, x) for x in (u, v, both))
   for name in PATHS:
     expected = 2 * ravel(Au[name]) - 3 * ravel(Av[name])
     np.testing.assert_allclose(ravel(A_both[name]), expected, rtol=1e-10, atol=1e-13)
@@ -94,10 +95,10 @@ def test_microbatches_make_the_same_products_and_forms(x64):
   """The forms v^T A v, by forward passes alone, are those of the products."""
   params, batch, _ = setting()
   v = noise(params)
-  one, two = (products(params, batch, v, microbatches=k) for k in (1, 2))
+  one, two = (every_product(params, batch, v, microbatches=k) for k in (1, 2))
   for name in PATHS:
     np.testing.assert_allclose(ravel(two[name]), ravel(one[name]), rtol=1e-10, atol=1e-14)
-  forms = jax.jit(lambda p, b, v: curvature.quadratic_forms(Passes(toy(), p, b, 2), v))
+  forms = jax.jit(lambda p, b, v: products.quadratic_forms(Passes(toy(), p, b, 2), v))
   for found, name in zip(forms(params, batch, v), ("HG", "HF"), strict=True):
     assert float(found) == pytest.approx(ravel(v) @ ravel(one[name]), rel=1e-9)
 
@@ -114,7 +115,7 @@ def test_methods_move_by_rho_times_the_product(x64):
 
   g = ravel(gradients(params, batch, 0.0)["H"])
   d = jax.flatten_util.ravel_pytree(params)[1](g / np.linalg.norm(g))
-  expected = {name: ravel(x) for name, x in products(params, batch, d).items()}
+  expected = {name: ravel(x) for name, x in every_product(params, batch, d).items()}
   moved = {rho: gradients(params, batch, rho) for rho in (1e-3, 1e-4)}
   for name in names:
     large, small = (
@@ -135,8 +136,8 @@ def test_no_product_holds_all_logits():
 
   net = toy(hidden=hidden, hidden_perturbed=hidden, chunk=8)
   passes = Passes(net, params, batch)
-  programs = [lambda v, path=path: curvature.product(passes, path, v) for path in PATHS.values()]
-  for program in [*programs, lambda v: curvature.quadratic_forms(passes, v)]:
+  programs = [lambda v, path=path: products.product(passes, path, v) for path in PATHS.values()]
+  for program in [*programs, lambda v: products.quadratic_forms(passes, v)]:
     text = str(jax.make_jaxpr(program)(params))
     assert f"[{B},8,{V}]" in text  # one chunk
     compiled = jax.jit(program).lower(params).compile().as_text()
@@ -151,7 +152,7 @@ def test_a_hessian_product_costs_what_it_should(tiny_config):
   passes = Passes(trainer.net, trainer.init(0).params, random_batch(0, 8, 12, V))
   gradient = flops.count(jax.make_jaxpr(lambda: passes.plain()[1])())
   for path, most in ((HESSIAN, 2.75), (GAUSS_NEWTON, 2.35), (FUNCTIONAL, 3.4)):
-    jaxpr = jax.make_jaxpr(lambda v, path=path: curvature.product(passes, path, v))(passes.params)
+    jaxpr = jax.make_jaxpr(lambda v, path=path: products.product(passes, path, v))(passes.params)
     assert flops.count(jaxpr) <= most * gradient, path
 
 
@@ -161,7 +162,7 @@ def test_a_hessian_product_costs_what_it_should(tiny_config):
 @functools.partial(jax.jit, static_argnames="hidden")
 def find_taus(params, batch, d, hidden=hidden):
   net = toy(hidden=hidden, hidden_perturbed=hidden)
-  return curvature.taus(Passes(net, params, batch), d)
+  return products.taus(Passes(net, params, batch), d)
 
 
 def test_taus_are_those_of_the_dense_matrices(x64):
@@ -217,7 +218,7 @@ def test_two_linear_layers_have_the_functional_hessian_of_their_product(x64):
   weights = batch.weights_BxL / batch.weights_BxL.sum()
   R = weights[..., None] * (jax.nn.softmax(S) - jax.nn.one_hot(batch.targets_BxL, V))
   passes = Passes(net, params, batch)
-  found = jax.jit(lambda v: curvature.product(passes, FUNCTIONAL, v))(v)
+  found = jax.jit(lambda v: products.product(passes, FUNCTIONAL, v))(v)
   expected = {
     "W1": jnp.einsum("blx,blv,vd->xd", x, R, v["unembed"]),
     "unembed": jnp.einsum("blv,blx,xd->vd", R, x, v["W1"]),
@@ -289,7 +290,7 @@ def test_lanczos_ends_where_there_is_no_more_to_find(x64):
 def test_a_probe_is_exact_on_a_diagonal_matrix(x64):
   d = jnp.arange(1.0, 9.0)
   for seed in range(3):
-    z = curvature.rademacher(jax.random.key(seed), {"w": d})["w"]
+    z = products.rademacher(jax.random.key(seed), {"w": d})["w"]
     assert set(np.unique(z)) <= {-1.0, 1.0}
     assert float(z @ (d * z)) == float(d.sum())
 
@@ -299,7 +300,7 @@ def test_traces_stop_at_the_wanted_error(x64):
   like = jnp.zeros(50)
 
   def sample(key):
-    z = curvature.rademacher(key, like)
+    z = products.rademacher(key, like)
     return {"A": float(z @ (A @ z))}
 
   key = jax.random.key(0)
@@ -326,7 +327,7 @@ def model(tiny_config):
   one = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
   state = Trainer(tiny_config, vocab, one).init(0)
   batches = [jax.tree.map(np.asarray, random_batch(i, 8, 12, vocab)) for i in range(2)]
-  net = curvature.exact_net(tiny_config, vocab)
+  net = products.exact_net(tiny_config, vocab)
 
   def surface(mesh=one, microbatches=1):
     return Surface(net, batches, mesh, microbatches), place(state.params, mesh)

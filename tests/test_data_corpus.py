@@ -31,8 +31,8 @@ def make_distribution(root: Path, files: dict[str, str]) -> None:
 
 
 def only(monkeypatch, *distributions):
-  monkeypatch.setattr(corpus, "DISTRIBUTIONS", distributions)
-  monkeypatch.setattr(corpus, "_standard_library_files", lambda: [])
+  monkeypatch.setattr(embedded, "DISTRIBUTIONS", distributions)
+  monkeypatch.setattr(embedded, "_standard_library_files", lambda: [])
 
 
 def build_in_process(cache, vocab_size, distributions=None) -> subprocess.Popen:
@@ -144,7 +144,7 @@ def test_documents_do_not_depend_on_place_or_order_of_installation(tmp_path, mon
 def test_topics_of_the_language_reference_are_documents(monkeypatch):
   only(monkeypatch)
   topics = Path(os.__file__).parent / "pydoc_data" / "topics.py"
-  monkeypatch.setattr(corpus, "_standard_library_files", lambda: [("topics", str(topics))])
+  monkeypatch.setattr(embedded, "_standard_library_files", lambda: [("topics", str(topics))])
   documents = embedded.collect_documents()
   assert len(documents) > 50
   assert any(d.startswith('The "assert" statement') for d in documents)
@@ -172,11 +172,11 @@ def test_the_slower_builder_discards_its_copy(tmp_path, monkeypatch, capsys):
   only(monkeypatch, *SMALL)
 
   def overtaken(directory, vocab_size):
-    monkeypatch.setattr(corpus, "_write", write)
+    monkeypatch.setattr(embedded, "_write", write)
     embedded.build_embedded(tmp_path, vocab_size)
     write(directory, vocab_size)
 
-  monkeypatch.setattr(corpus, "_write", overtaken)
+  monkeypatch.setattr(embedded, "_write", overtaken)
   path = embedded.build_embedded(tmp_path, 1024)
   assert list(tmp_path.iterdir()) == [path]
   StoreReader(path).verify()

@@ -236,7 +236,7 @@ def test_cut_short_at_the_very_end(inputs, prepared, tmp_path, monkeypatch, move
 
   args = arguments(inputs, tmp_path / "x")
   with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-    m.setattr(finish, "_move", failing)
+    m.setattr(assembly, "_move", failing)
     run(*args)
   run(*args)
   assert contents(tmp_path / "x") == contents(prepared[0])

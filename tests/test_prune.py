@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nanosam import prune, restore
+from nanosam import restore
+from nanosam.curvature import pruning
 from nanosam.model import sharding
 from nanosam.optim.base import matching
 from nanosam.system import errors
@@ -32,7 +33,7 @@ def magnitudes(params, *paths):
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.75, 0.999])
 def test_the_smallest_weights_go_and_the_rest_stays(params, sparsity):
   """As many as asked for, ranked over all matrices together; norms are left alone."""
-  pruned, zero = prune.prune(params, matching(params, "kernel|embed"), sparsity)
+  pruned, zero = pruning.prune(params, matching(params, "kernel|embed"), sparsity)
   before, after = magnitudes(params, "embed", "kernel"), magnitudes(pruned, "embed", "kernel")
   gone = round(sparsity * len(before))
   np.testing.assert_array_equal(after[:gone], 0)
@@ -44,16 +45,16 @@ def test_the_smallest_weights_go_and_the_rest_stays(params, sparsity):
 
 
 def test_only_what_the_regex_names(params):
-  pruned, _ = prune.prune(params, matching(params, "kernel"), 0.5)
+  pruned, _ = pruning.prune(params, matching(params, "kernel"), 0.5)
   np.testing.assert_array_equal(pruned["embed"], params["embed"])
   assert np.mean(np.asarray(pruned["layer"]["kernel"]) == 0) == 0.5
-  everything, _ = prune.prune(params, matching(params, ".*"), 0.05)
+  everything, _ = pruning.prune(params, matching(params, ".*"), 0.05)
   assert not np.any(everything["norm"]["scale"])  # the smallest of all
 
 
 def test_equal_weights_go_together():
   params = {"kernel": jnp.array([3.0, -1.0, 1.0, 1.0, 0.0, -2.0])}
-  pruned, zero = prune.prune(params, {"kernel": True}, 0.5)
+  pruned, zero = pruning.prune(params, {"kernel": True}, 0.5)
   np.testing.assert_array_equal(pruned["kernel"], [3, 0, 0, 0, 0, -2])
   assert zero == 4 / 6
 
@@ -61,7 +62,7 @@ def test_equal_weights_go_together():
 def test_a_mesh_prunes_the_same_and_keeps_the_layout(params):
   chosen = matching(params, "kernel|embed")
   split = jax.device_put(params, sharding.state_shardings(params, sharding.make_mesh(1, 8)))
-  (one, zero), (other, zero8) = (prune.prune(p, chosen, 0.4) for p in (params, split))
+  (one, zero), (other, zero8) = (pruning.prune(p, chosen, 0.4) for p in (params, split))
   assert zero == zero8
   jax.tree.map(np.testing.assert_array_equal, one, other)
   assert other["embed"].sharding == split["embed"].sharding
@@ -73,7 +74,7 @@ def test_the_command(commands, whole, tmp_path):
   words = [f"--workdir={whole}", "--sparsity=0,0.5,0.99", f"--out={tmp_path / 'out'}"]
   outcome = commands("prune", *words, "--compare", str(other), devices=2)
   assert outcome.code == 0, outcome.err
-  found = json.loads((tmp_path / "out" / prune.FILE).read_text())
+  found = json.loads((tmp_path / "out" / pruning.FILE).read_text())
   assert (found["step"], found["method"]) == (16, "adamw")
   with np.load(whole / "eval_sequences.npz") as saved:
     loss = saved["nll"].sum() / saved["weight"].sum()
@@ -86,12 +87,12 @@ def test_the_command(commands, whole, tmp_path):
   assert "0.99" in outcome.out
   for kind in ("svg", "png"):
     assert (tmp_path / "out" / f"prune.{kind}").stat().st_size > 1000
-  assert not (whole / prune.FILE).exists()
+  assert not (whole / pruning.FILE).exists()
 
 
 def error(*words):
   with pytest.raises(errors.UserError) as caught:
-    prune.main(["prune", *words])
+    pruning.main(["prune", *words])
   return str(caught.value)
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from training import assert_same_run
 
-from nanosam import plots, restore, sharpness
-from nanosam.diagnostics import validation_rows
+from nanosam import plots, restore
+from nanosam.curvature import sharpness
+from nanosam.curvature.diagnostics import validation_rows
 from nanosam.system import errors
 from nanosam.writers import read_metrics
 

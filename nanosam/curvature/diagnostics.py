@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanosam.curvature import PREFIXES, Surface, exact_net
+from nanosam.curvature.products import PREFIXES, Surface, exact_net
 from nanosam.data.batch import Batch
 from nanosam.data.sources import Source
 from nanosam.optim import base
