@@ -32,13 +32,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nanosam import runs, sweep
+from nanosam.run.log import METRICS_FILE
+from nanosam.run.workdir import CONFIG_FILE
 from nanosam.sweep import Planned
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import Interrupted, UsageError, UserError
 from nanosam.system.files import disk_errors
-from nanosam.workdir import CONFIG_FILE
-from nanosam.writers import METRICS_FILE
 
 LOG_FILE = "train.log"
 # Outcomes of one sweep over a run, beside a run's own states.

@@ -10,67 +10,25 @@ one step; loops count as often as they run.
 
 import dataclasses
 import json
-import math
-import os
-import re
-import time
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import ml_collections
-import psutil
-from jax.experimental import topologies
 
 from nanosam import config as config_lib
-from nanosam import flops, hlo
-from nanosam.model import sharding
-from nanosam.step import Trainer
+from nanosam.run import flops
+from nanosam.run.footprint import (
+  GIB,
+  REMEDIES,
+  Plan,
+  devices_of,
+  known_topologies,
+  measure,
+  vocabulary,
+)
+from nanosam.run.validate import validate
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
-from nanosam.system.errors import UsageError, UserError
-from nanosam.validate import check_devices, validate
-
-GIB = 2**30
-
-
-# Of a device's memory, the GiB that the compiler lets a program have; and a grid one can rent.
-CHIPS = {
-  "v4": (30.75, "2x2x1"),
-  "v5e": (15.75, "2x4"),
-  "v5p": (95.74, "2x2x1"),
-  "v6e": (31.25, "2x4"),
-}
-REMEDIES = "try model.remat=True, more grad_accumulation_steps, or more chips"
-# libtpu looks for the machine it runs on, and here there is none.
-LIBTPU_ENVIRONMENT = {
-  "TPU_SKIP_MDS_QUERY": "1",
-  "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-  "TPU_WORKER_HOSTNAMES": "localhost",
-  "TPU_LOG_DIR": "disabled",
-  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip to fight over
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """One step on one device, unless it says otherwise."""
-
-  method: str
-  topology: str
-  devices: int
-  device_kind: str
-  mesh: dict[str, int]
-  parameters: int
-  vocab_size: int
-  argument_bytes_per_device: int  # state and batch
-  temp_bytes_per_device: int  # beside the arguments, at the peak
-  peak_bytes_per_device: int
-  hbm_bytes_per_device: int
-  fits: bool
-  flops_per_device: float
-  collective_bytes_per_device: int | None  # None: the compiler gave up for want of memory
-  collective_bytes_by_kind: dict[str, int] | None
-  compile_seconds: float
+from nanosam.system.errors import UsageError
 
 
 def main(argv: list[str]) -> None:
@@ -95,120 +53,6 @@ def parser() -> Parser:
   add("--utilization", type=float, default=0.4, help="of the peak (default 0.4)")
   add("--json", action="store_true")
   return p
-
-
-def known_topologies() -> str:
-  grids = ", ".join(f"{name}:{grid}" for name, (_, grid) in CHIPS.items())
-  return f"a grid of chips such as {grids}, or cpu:8"
-
-
-def vocabulary(c: ml_collections.ConfigDict, given: int | None) -> int:
-  """The data may not be here yet, so it is not asked."""
-  embedded = c.data.source == "embedded"
-  return given or (c.data.vocab_size if embedded else config_lib.PAPER_VOCABULARY)
-
-
-def devices_of(topology: str) -> tuple[list[Any], int]:
-  """Devices to compile for, and the memory that each gives to a program."""
-  name, _, grid = topology.partition(":")
-  jax.config.update("jax_platforms", "cpu")  # whatever this machine has, nothing runs on it
-  if name == "cpu" and grid.isdigit() and int(grid):
-    flags = os.environ.get("XLA_FLAGS", "")  # of which the last counts
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={grid}".strip()
-    return jax.devices(), psutil.virtual_memory().total // int(grid)
-  if name not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", grid):
-    raise UsageError(f"unknown topology '{topology}': write {known_topologies()}")
-  os.environ.update(LIBTPU_ENVIRONMENT)
-  settings: dict[str, Any] = {"chip_config_name": "megacore"} if name == "v4" else {}
-  if re.fullmatch(r"1(x1)*", grid):
-    settings["chips_per_host_bounds"] = (1, 1, 1)  # a host has four otherwise
-  try:
-    devices = topologies.get_topology_desc(topology, "tpu", **settings).devices
-  except RuntimeError as e:
-    if "not installed" in str(e):
-      raise UserError(
-        "libtpu, the TPUs' compiler, is not installed: pip install -e '.[plan]'"
-      ) from e
-    reason = " ".join(str(e).split()).removeprefix("INVALID_ARGUMENT: ")
-    raise UsageError(f"topology '{topology}': {reason}; write {known_topologies()}") from e
-  return devices, int(CHIPS[name][0] * GIB)
-
-
-class Memory(NamedTuple):
-  arguments: int
-  temporaries: int
-  peak: int
-
-
-def measure(
-  c: ml_collections.ConfigDict, vocab_size: int, devices: list[Any], hbm_bytes: int, topology: str
-) -> Plan:
-  mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp, devices)
-  check_devices(c, sharding.shards(mesh))
-  trainer = Trainer(c, vocab_size, mesh)
-  traced = trainer.trace()
-  start = time.monotonic()
-  memory, moved = compile_step(traced, trainer)
-  return Plan(
-    method=c.opt.method,
-    topology=topology,
-    devices=len(devices),
-    device_kind=devices[0].device_kind,
-    mesh=dict(mesh.shape),
-    parameters=sum(x.size for x in jax.tree.leaves(trainer.abstract_params)),
-    vocab_size=vocab_size,
-    argument_bytes_per_device=memory.arguments,
-    temp_bytes_per_device=memory.temporaries,
-    peak_bytes_per_device=memory.peak,
-    hbm_bytes_per_device=hbm_bytes,
-    fits=memory.peak <= hbm_bytes,
-    flops_per_device=flops.count(traced.jaxpr) / len(devices),
-    collective_bytes_per_device=None if moved is None else sum(moved.values()),
-    collective_bytes_by_kind=moved,
-    compile_seconds=time.monotonic() - start,
-  )
-
-
-def compile_step(traced: Any, trainer: Trainer) -> tuple[Memory, dict[str, int] | None]:
-  """What the step needs, and what its collectives move; the latter only if it fits."""
-  lowered = traced.lower()
-  try:
-    compiled = lowered.compile()
-  except jax.errors.JaxRuntimeError as e:
-    peak = bytes_needed(str(e))
-    if peak is None:
-      raise UserError(f"the compiler failed: {' '.join(str(e).split())[:500]}") from e
-    arguments = sum(
-      map(shard_bytes, jax.tree.leaves((trainer.abstract_state, trainer.abstract_batch())))
-    )
-    return Memory(arguments, peak - arguments, peak), None
-  arguments = compiled.memory_analysis().argument_size_in_bytes
-  peak = peak_bytes(compiled.memory_analysis(), trainer.mesh.devices.flat[0].platform)
-  moved = hlo.bytes_by_kind(hlo.collectives(compiled.as_text()))
-  return Memory(arguments, peak - arguments, peak), moved
-
-
-def peak_bytes(m: Any, platform: str) -> int:
-  """The most that is alive at one time, arguments and program included.
-
-  This is what the TPUs' compiler refuses a program by. It reports a larger sum of temporaries, of
-  which some share memory; on a CPU that sum is all there is.
-  """
-  if platform == "tpu":
-    return m.peak_memory_in_bytes + m.generated_code_size_in_bytes
-  kept = m.output_size_in_bytes - m.alias_size_in_bytes  # outputs that are not updated arguments
-  return m.argument_size_in_bytes + m.temp_size_in_bytes + kept + m.generated_code_size_in_bytes
-
-
-def bytes_needed(message: str) -> int | None:
-  """What a program that does not fit would take, arguments and all, as the compiler puts it."""
-  used = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMG])", message)
-  return int(float(used[1]) * 1024 ** (1 + "KMG".index(used[2]))) if used else None
-
-
-def shard_bytes(x: jax.ShapeDtypeStruct) -> int:
-  assert x.sharding is not None
-  return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def run_cost(

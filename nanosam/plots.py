@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanosam.run.log import METRICS_FILE, read_metrics
+from nanosam.run.workdir import read_config
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.files import disk_errors
-from nanosam.workdir import read_config
-from nanosam.writers import METRICS_FILE, read_metrics
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; markers for print.
 INK, MUTED, GRID = "#000000", "#777777", "#e6e6e6"

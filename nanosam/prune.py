@@ -11,7 +11,7 @@ import re
 
 from nanosam import plots
 from nanosam.curvature.pruning import FILE, curve, table
-from nanosam.restore import load_run
+from nanosam.run.restore import load_run
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser, numbers, results_folder
 from nanosam.system.errors import UsageError

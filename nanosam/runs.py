@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanosam import config as config_lib
-from nanosam import workdir as workdir_lib
 from nanosam.optim import guard
 from nanosam.optim.methods import METHODS
+from nanosam.run import workdir as workdir_lib
+from nanosam.run.log import METRICS_FILE, read_metrics
+from nanosam.run.workdir import SEQUENCES_FILE
 from nanosam.system.errors import UserError
-from nanosam.workdir import SEQUENCES_FILE
-from nanosam.writers import METRICS_FILE, read_metrics
 
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
 

@@ -13,7 +13,7 @@ import numpy as np
 from nanosam.data.batch import Batch
 from nanosam.model import sharding
 from nanosam.model.transformer import Params, unembedding
-from nanosam.restore import Loaded, load_run
+from nanosam.run.restore import Loaded, load_run
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser
 from nanosam.system.errors import UsageError

@@ -15,7 +15,7 @@ import math
 
 from nanosam import plots
 from nanosam.curvature.sharpness import FILE, measure, table
-from nanosam.restore import load_run
+from nanosam.run.restore import load_run
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser, numbers, results_folder
 from nanosam.system.errors import UsageError

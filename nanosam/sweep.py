@@ -23,8 +23,8 @@ import ml_collections
 
 from nanosam import config as config_lib
 from nanosam import runs as runs_lib
+from nanosam.run.validate import validate
 from nanosam.system.errors import UsageError
-from nanosam.validate import validate
 
 # Where to look for rho at the paper's sizes. Its best SAM has rho 0.1, its smallest: begin below.
 # Preconditioned directions spread over all coordinates rather than the few with large gradients,

@@ -21,7 +21,6 @@ import numpy as np
 import optax
 
 from nanosam import config as config_lib
-from nanosam import flops
 from nanosam.curvature import products
 from nanosam.data.batch import Batch
 from nanosam.model import sharding
@@ -30,10 +29,11 @@ from nanosam.optim import guard
 from nanosam.optim.gradient import Estimate
 from nanosam.optim.methods import METHODS
 from nanosam.optim.passes import Passes
-from nanosam.step import Trainer, model_config
+from nanosam.run import flops
+from nanosam.run.step import Trainer, model_config
+from nanosam.run.validate import validate
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
-from nanosam.validate import validate
 
 DENSE = "dense"  # a plain flax/optax AdamW step: all logits at once, loss by autodiff
 UNGUARDED = "unguarded"  # our adamw without the check that loss and gradient are finite

@@ -18,9 +18,9 @@ from page import Block, Figure, Figures, Folded, Grid, Items, Section, Text
 from protocol import ADAMW
 
 from nanosam import compare, plots, tables
+from nanosam.run.log import METRICS_FILE, read_metrics
 from nanosam.runs import Run
 from nanosam.tables import Table
-from nanosam.writers import METRICS_FILE, read_metrics
 
 # Axis of an eval record: what it is called, and how many of that are one of the record's.
 AXES = {

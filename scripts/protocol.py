@@ -33,11 +33,12 @@ import jax
 import ml_collections
 import numpy as np
 
-from nanosam import comparable, compare, flops, runs, sweep
+from nanosam import comparable, compare, runs, sweep
 from nanosam import config as config_lib
 from nanosam.data.sources import source_of
 from nanosam.model import sharding
-from nanosam.step import Trainer
+from nanosam.run import flops
+from nanosam.run.step import Trainer
 from nanosam.system.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]

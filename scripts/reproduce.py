@@ -29,7 +29,8 @@ from protocol import ADAMW, FACTORS, MEASURES, STAGES, Lab
 sys.path.insert(0, str(protocol.ROOT / "launch"))
 import sweep as launcher
 
-from nanosam import flops, runs, sweep
+from nanosam import runs, sweep
+from nanosam.run import flops
 from nanosam.system import errors
 from nanosam.system.command_line import Parser, numbers
 from nanosam.system.errors import UsageError

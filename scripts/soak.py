@@ -26,10 +26,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from nanosam import config as config_lib
+from nanosam.run.log import METRICS_FILE, read_metrics
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import UserError
-from nanosam.writers import METRICS_FILE, read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS_PER_KILL = 30

@@ -9,11 +9,12 @@ import jax
 import numpy as np
 from conftest import random_batch
 
-from nanosam import cluster, config
+from nanosam import config
 from nanosam.data.batch import Batch
 from nanosam.model import sharding
 from nanosam.optim.methods import METHODS
-from nanosam.step import Trainer
+from nanosam.run import cluster
+from nanosam.run.step import Trainer
 from nanosam.system.signals import StopRequest
 
 VOCAB = 96

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nanosam.checkpoint import Checkpoints, checksums
 from nanosam.model import sharding
+from nanosam.run.checkpoint import Checkpoints, checksums
 from nanosam.system.errors import UserError
 
 

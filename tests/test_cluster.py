@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from training import CONFIG, ROOT, Outcome, assert_same_run, losses, state, steps
 
-from nanosam import cluster, config
-from nanosam.hub import Hub, listen
+from nanosam import config
 from nanosam.optim.methods import METHODS
+from nanosam.run import cluster
+from nanosam.run.hub import Hub, listen
+from nanosam.run.log import read_metrics
 from nanosam.system.errors import UsageError, UserError
-from nanosam.writers import read_metrics
 
 RESUMABLE = 75
 

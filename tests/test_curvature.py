@@ -15,7 +15,6 @@ from conftest import random_batch
 from test_methods import V, hidden, loss_fn, make_method, scaled, setting, toy
 from training import ROOT
 
-from nanosam import flops
 from nanosam.curvature import products
 from nanosam.curvature.products import FUNCTIONAL, GAUSS_NEWTON, HESSIAN, Surface
 from nanosam.curvature.spectrum import LARGEST, SMALLEST, Lanczos, converge, hutchinson, mean
@@ -25,7 +24,8 @@ from nanosam.model.transformer import unembedding
 from nanosam.optim.direction import Moments
 from nanosam.optim.gradient import estimate
 from nanosam.optim.passes import Passes
-from nanosam.step import Trainer
+from nanosam.run import flops
+from nanosam.run.step import Trainer
 
 PATHS = {"H": HESSIAN, "HG": GAUSS_NEWTON, "HF": FUNCTIONAL}
 

@@ -5,20 +5,20 @@ import jax
 import numpy as np
 import pytest
 
-from nanosam import evaluate, restore
 from nanosam.data.store import StoreWriter
 from nanosam.data.tokenizer import train_tokenizer
-from nanosam.evaluate import Evaluator, Stopped
 from nanosam.model import sharding
+from nanosam.run import evaluation, restore
+from nanosam.run.evaluation import Evaluator, Stopped
+from nanosam.run.log import read_metrics
 from nanosam.system import errors
-from nanosam.writers import read_metrics
 
 
 def test_the_standard_error_is_that_of_resampled_sequences():
   rng = np.random.default_rng(0)
   weight = rng.integers(50, 100, 400).astype(float)
   nll = weight * rng.normal(3.0, 0.5, 400)
-  found = evaluate.Evaluation(nll, weight, bytes=1000)
+  found = evaluation.Evaluation(nll, weight, bytes=1000)
   picks = rng.integers(0, 400, (4000, 400))
   bootstrap = np.std(nll[picks].sum(1) / weight[picks].sum(1))
   assert found.loss_sem == pytest.approx(bootstrap, rel=0.05)
@@ -51,12 +51,12 @@ def test_sequences_that_were_lost_are_written_again(whole, tmp_path, capsys):
   workdir = tmp_path / "run"
   shutil.copytree(whole, workdir)
   (workdir / "eval_sequences.npz").unlink()
-  evaluate.main(["evaluate", f"--workdir={workdir}", "--save"])
+  evaluation.main(["evaluate", f"--workdir={workdir}", "--save"])
   with np.load(workdir / "eval_sequences.npz") as new, np.load(whole / "eval_sequences.npz") as old:
     assert new["step"] == old["step"]
     np.testing.assert_allclose(new["nll"], old["nll"], rtol=1e-5)
   with pytest.raises(errors.UsageError, match="--save is for the latest step"):
-    evaluate.main(["evaluate", f"--workdir={workdir}", "--save", "--step=12"])
+    evaluation.main(["evaluate", f"--workdir={workdir}", "--save", "--step=12"])
 
 
 def test_the_command_gives_the_loss_of_training(commands, whole):
@@ -79,10 +79,10 @@ def test_another_source(whole, tmp_path, capsys):
   tokenizer = restore.load_run(whole).source.tokenizer
   text = "The quick brown fox jumps over the lazy dog. " * 20
   source = store(tmp_path / "fox", tokenizer, [text] * 2)
-  evaluate.main(["evaluate", f"--workdir={whole}", f"--source={source}", "--step=12", "--json"])
+  evaluation.main(["evaluate", f"--workdir={whole}", f"--source={source}", "--step=12", "--json"])
   found = json.loads(capsys.readouterr().out)
   assert (found["step"], found["bytes"]) == (12, 2 * len(text)) and found["eval/loss"] > 3
-  evaluate.main(["evaluate", f"--workdir={whole}", f"--source={source}"])
+  evaluation.main(["evaluate", f"--workdir={whole}", f"--source={source}"])
   assert "+-" in capsys.readouterr().out
 
 
@@ -90,4 +90,4 @@ def test_another_tokenizer_is_refused(whole, tmp_path):
   text = "\n".join(f"the quick brown fox {n} jumps over the lazy dog" for n in range(300))
   source = store(tmp_path / "other", train_tokenizer([text], 300), [text])
   with pytest.raises(errors.UsageError, match="another tokenizer"):
-    evaluate.main(["evaluate", f"--workdir={whole}", f"--source={source}"])
+    evaluation.main(["evaluate", f"--workdir={whole}", f"--source={source}"])

@@ -12,9 +12,9 @@ import pytest
 from test_writers import wandb_exit_code
 from training import CONFIG, assert_same_run, steps
 
-from nanosam import workdir as workdir_lib
+from nanosam.run import workdir as workdir_lib
+from nanosam.run.log import read_metrics
 from nanosam.system.errors import UsageError
-from nanosam.writers import read_metrics
 
 BAD_REQUEST, FAILED = 2, 1
 

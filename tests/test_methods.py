@@ -12,12 +12,12 @@ import optax.contrib
 import pytest
 from conftest import random_batch
 
-from nanosam import flops
 from nanosam.data.batch import Batch
 from nanosam.optim import base, methods
 from nanosam.optim.direction import Moments, denominator, perturbation
 from nanosam.optim.gradient import Method, estimate, estimate_by_group
 from nanosam.optim.passes import Net, Passes
+from nanosam.run import flops
 
 B, L, D, F, V = 4, 6, 5, 7, 30
 PERTURBING = [name for name in methods.METHODS if name != "adamw"]

@@ -10,16 +10,16 @@ import optax
 import pytest
 from conftest import random_batch
 
-from nanosam import flops
 from nanosam.model import sharding
 from nanosam.model.sharding import STACKED
 from nanosam.optim import base, guard, schedules
 from nanosam.optim.gradient import Estimate
 from nanosam.optim.methods import METHODS
 from nanosam.optim.passes import Passes
-from nanosam.step import Trainer
+from nanosam.run import flops
+from nanosam.run.step import Trainer
+from nanosam.run.validate import validate
 from nanosam.system.errors import UsageError
-from nanosam.validate import validate
 
 VOCAB = 64
 

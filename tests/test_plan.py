@@ -11,9 +11,9 @@ import pytest
 from training import CONFIG, ROOT
 
 from nanosam import config as config_lib
-from nanosam import flops, hlo, plan
 from nanosam.model import sharding
-from nanosam.step import Trainer
+from nanosam.run import flops, footprint, hlo
+from nanosam.run.step import Trainer
 from nanosam.system.errors import UsageError
 
 GIB = 2**30
@@ -95,7 +95,7 @@ def test_a_plan_of_this_machine(commands):
   trainer = Trainer(c, c.data.vocab_size, sharding.make_mesh(1, 4, jax.devices()[:4]))
   assert facts["method"] == "sam" and facts["topology"] == "cpu:4" and facts["fits"] is True
   assert facts["flops_per_device"] == flops.count(trainer.trace().jaxpr) / 4
-  state = sum(map(plan.shard_bytes, jax.tree.leaves(trainer.abstract_state)))
+  state = sum(map(footprint.shard_bytes, jax.tree.leaves(trainer.abstract_state)))
   batch = 8 // 4 * 32 * 3 * 4  # rows, length, three arrays of four bytes
   assert facts["argument_bytes_per_device"] == state + batch
   m = trainer.trace().lower().compile().memory_analysis()
@@ -106,17 +106,17 @@ def test_a_plan_of_this_machine(commands):
   seconds = 16 * facts["flops_per_device"] / 0.5e9
   assert facts["hours"] == pytest.approx(seconds / 3600)
   assert facts["chip_hours"] == pytest.approx(4 * seconds / 3600)
-  fields = {field.name: facts[field.name] for field in dataclasses.fields(plan.Plan)}
-  text = plan.report(c, plan.Plan(**fields), facts)
+  fields = {field.name: facts[field.name] for field in dataclasses.fields(footprint.Plan)}
+  text = footprint.report(c, footprint.Plan(**fields), facts)
   assert ": fits" in text and "16 steps at 50% of 1e+09 FLOP/s" in text
-  assert "DOES NOT FIT; try" in plan.report(c, plan.Plan(**{**fields, "fits": False}), {})
+  assert "DOES NOT FIT; try" in footprint.report(c, footprint.Plan(**{**fields, "fits": False}), {})
 
 
 def test_what_does_not_fit_is_read_from_the_compilers_words():
   words = "Ran out of memory on HBM, the total memory required for HLO temporaries (20.00G) exceeds"
-  assert plan.bytes_needed(f"RESOURCE_EXHAUSTED: {words} available HBM (15.75G).") == 20 * GIB
-  assert plan.bytes_needed("memory space hbm. Used 38.50G of 15.75G hbm.") == 38.5 * GIB
-  assert plan.bytes_needed("INTERNAL: something else") is None
+  assert footprint.bytes_needed(f"RESOURCE_EXHAUSTED: {words} available HBM (15.75G).") == 20 * GIB
+  assert footprint.bytes_needed("memory space hbm. Used 38.50G of 15.75G hbm.") == 38.5 * GIB
+  assert footprint.bytes_needed("INTERNAL: something else") is None
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_read_from_the_compilers_words():
 def test_bad_requests_are_refused(monkeypatch, words, message):
   monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # which a plan may add to
   with pytest.raises(UsageError, match=message):
-    plan.main(["plan", f"--config={CONFIG}", *words])
+    footprint.main(["plan", f"--config={CONFIG}", *words])
 
 
 def test_without_libtpu_it_says_what_to_install(commands, tmp_path, monkeypatch):
@@ -151,11 +151,11 @@ def test_an_impossible_grid_is_refused(monkeypatch):
   def refuse(*_, **__):
     raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: not divisible\nby two")
 
-  monkeypatch.setattr(plan.topologies, "get_topology_desc", refuse)
+  monkeypatch.setattr(footprint.topologies, "get_topology_desc", refuse)
   monkeypatch.setattr(jax.config, "update", lambda *_: None)
   monkeypatch.setattr(os, "environ", dict(os.environ))
   with pytest.raises(UsageError, match="'v5e:3x3': not divisible by two; write a grid"):
-    plan.devices_of("v5e:3x3")
+    footprint.devices_of("v5e:3x3")
 
 
 def planned(*words):

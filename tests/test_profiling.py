@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from nanosam.profiling import Profiler, parse_steps
+from nanosam.run.profiling import Profiler, parse_steps
 from nanosam.system.errors import UsageError
 
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nanosam import restore
 from nanosam.curvature import pruning
 from nanosam.model import sharding
 from nanosam.optim.base import matching
+from nanosam.run import restore
 from nanosam.system import errors
 
 

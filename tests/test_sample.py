@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nanosam import restore, sample
+from nanosam import sample
 from nanosam.data.batch import Batch
 from nanosam.model.transformer import unembedding
+from nanosam.run import restore
 from nanosam.system import errors
 
 

@@ -6,7 +6,7 @@ from conftest import random_batch
 from jax.sharding import PartitionSpec as P
 
 from nanosam.model import sharding
-from nanosam.step import Trainer
+from nanosam.run.step import Trainer
 from nanosam.system.errors import UsageError
 
 VOCAB = 96

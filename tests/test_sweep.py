@@ -9,8 +9,8 @@ import pytest
 from training import CONFIG, ROOT
 
 from nanosam import runs, sweep
+from nanosam.run.log import read_metrics
 from nanosam.system.errors import UsageError
-from nanosam.writers import read_metrics
 
 sys.path.insert(0, str(ROOT / "launch"))
 import sweep as launcher

@@ -16,8 +16,8 @@ import pytest
 from training import CONFIG, ROOT, assert_same_run, losses, state, steps
 
 from nanosam import config as config_lib
-from nanosam.restore import load_run
-from nanosam.writers import read_metrics
+from nanosam.run.log import read_metrics
+from nanosam.run.restore import load_run
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import sys
 import pytest
 from training import ROOT
 
-from nanosam import writers
 from nanosam.optim.methods import METHODS
-from nanosam.wandb_writer import X_AXES
+from nanosam.run import log
+from nanosam.run.wandb_process import X_AXES
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import wandb_dashboard
@@ -54,7 +54,7 @@ def test_rho_taus_and_guards(section):
 
 
 def test_it_draws_what_training_logs(section, whole):
-  logged = {k for r in writers.read_metrics(whole / writers.METRICS_FILE) for k in r}
+  logged = {k for r in log.read_metrics(whole / log.METRICS_FILE) for k in r}
   of_perturbing = {"train/loss_perturbed", "opt/eps_norm"}
   on_known_devices = {"perf/utilization"}
   drawn = {m for ps in panels(section).values() for p in ps for m in p.get("metrics", [])}
@@ -75,7 +75,7 @@ def sync(*words, cwd):
 
 def test_offline_runs_are_found_and_the_rest_is_one_line(tmp_path):
   said = []
-  w = writers.open_writers(
+  w = log.open_writers(
     *[tmp_path / "runs" / "one"],
     config={},
     run={},

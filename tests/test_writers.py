@@ -18,7 +18,7 @@ import time
 import numpy as np
 import pytest
 
-from nanosam import tensorboard_events, wandb_writer, writers
+from nanosam.run import log, tensorboard_events, wandb_process
 from nanosam.system import progress
 from nanosam.system.errors import UsageError, UserError
 
@@ -46,7 +46,7 @@ def open_all(workdir, **changes):
     "resume_step": None,
     "say": lambda text: None,
   }
-  return writers.open_writers(workdir, **options | changes)
+  return log.open_writers(workdir, **options | changes)
 
 
 def run_script(code, *args, timeout):
@@ -78,7 +78,7 @@ def test_records_are_strict_json_and_read_back(tmp_path):
   assert next(iter(first)) == "step" and first["train/loss"] == "NaN"
   assert second == {"step": 2, "train/loss": 0.5, "guard/nonfinite": 3}
   w.close()
-  back = writers.read_metrics(tmp_path / "metrics.jsonl")[0]
+  back = log.read_metrics(tmp_path / "metrics.jsonl")[0]
   assert math.isnan(back.pop("train/loss"))
   assert back == {"step": 1, "opt/grad_norm": math.inf, "low": -math.inf, "note": "x"}
 
@@ -92,7 +92,7 @@ def test_resume_drops_later_records_and_a_torn_line(tmp_path, tail):
   w.close()
   with open(path, "ab") as f:
     f.write(tail)
-  assert len(writers.read_metrics(path)) == 4 + (tail == b'{"step": 2}')
+  assert len(log.read_metrics(path)) == 4 + (tail == b'{"step": 2}')
   w = open_all(tmp_path, resume_step=2)
   w.write(3, {"x": 30})
   w.close()
@@ -106,14 +106,14 @@ def test_fresh_start_drops_records_that_no_checkpoint_backs(tmp_path):
     w = open_all(tmp_path)
     w.write(0, {"x": 1})
     w.close()
-  assert len(writers.read_metrics(tmp_path / "metrics.jsonl")) == 1
+  assert len(log.read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_damage_in_the_middle_is_reported_not_skipped(tmp_path):
   path = tmp_path / "metrics.jsonl"
   path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
   with pytest.raises(UserError, match="line 2"):
-    writers.read_metrics(path)
+    log.read_metrics(path)
   with pytest.raises(UserError, match="line 2"):
     open_all(tmp_path, resume_step=3)
 
@@ -217,7 +217,7 @@ class Collects:
 def background(make_writer, **options):
   said = []
   options = {"name": "Logger", "close_timeout": 0.5, "say": said.append} | options
-  return writers.Background(make_writer, **options), said
+  return log.Background(make_writer, **options), said
 
 
 @pytest.mark.parametrize("where", ["init", "write", "summary", "close"])
@@ -275,8 +275,8 @@ def test_a_blocked_logger_does_not_hold_the_exit():
   done = run_script(
     """
       import threading
-      from nanosam import writers
-      w = writers.Background(threading.Event().wait, name="L", close_timeout=0.2, say=print)
+      from nanosam.run import log
+      w = log.Background(threading.Event().wait, name="L", close_timeout=0.2, say=print)
       w.write(1, {})
       w.close()
       print("end")
@@ -370,7 +370,7 @@ def test_wandb_mode_follows_the_credentials(monkeypatch, tmp_path):
   import wandb
 
   def choose():
-    return wandb_writer._choose_mode(wandb, "auto")
+    return wandb_process._choose_mode(wandb, "auto")
 
   assert choose() == "offline"
   netrc = tmp_path / "netrc"
@@ -390,9 +390,9 @@ def test_wandb_keeps_what_it_got_when_the_run_is_killed(tmp_path):
   done = run_script(
     """
       import os, signal, sys, threading
-      from nanosam import writers
+      from nanosam.run import log
       started = threading.Event()
-      w = writers.open_writers(sys.argv[1], config={}, run={}, wandb="offline", tensorboard=False,
+      w = log.open_writers(sys.argv[1], config={}, run={}, wandb="offline", tensorboard=False,
                                resume_step=None, say=lambda text: started.set())
       for step in range(5):
         w.write(step, {"x": step})
@@ -427,8 +427,8 @@ def test_wandb_that_hangs_holds_neither_training_nor_exit(tmp_path, dead_server)
   done = run_script(
     """
       import sys, time
-      from nanosam import writers
-      w = writers.open_writers(sys.argv[1], config={}, run={}, wandb="online", tensorboard=False,
+      from nanosam.run import log
+      w = log.open_writers(sys.argv[1], config={}, run={}, wandb="online", tensorboard=False,
                                resume_step=None, close_timeout=3.0)
       start = time.monotonic()
       for step in range(1000):
@@ -445,12 +445,12 @@ def test_wandb_that_hangs_holds_neither_training_nor_exit(tmp_path, dead_server)
   written, closed = map(float, done.stdout.split())
   assert written < 1.0 and closed < 4.5
   assert done.stderr.count("\n") <= 3 and "W&B did not finish within 3 s" in done.stderr
-  assert len(writers.read_metrics(tmp_path / "metrics.jsonl")) == 1000
+  assert len(log.read_metrics(tmp_path / "metrics.jsonl")) == 1000
   assert all_gone_within(10, tmp_path)
 
 
 def test_wandb_process_that_hangs_can_be_killed(tmp_path, dead_server):
-  w = wandb_writer.WandbProcess(
+  w = wandb_process.WandbProcess(
     tmp_path, mode="online", config={}, run={}, say=print, close_timeout=60.0
   )
   w.kill()
@@ -461,8 +461,8 @@ def test_wandb_process_that_hangs_does_not_outlive_a_killed_run(tmp_path, dead_s
   done = run_script(
     """
       import os, signal, sys, time
-      from nanosam import wandb_writer
-      w = wandb_writer.WandbProcess(sys.argv[1], mode="online", config={}, run={}, say=print,
+      from nanosam.run import wandb_process
+      w = wandb_process.WandbProcess(sys.argv[1], mode="online", config={}, run={}, say=print,
                                     close_timeout=1.0)
       time.sleep(2)
       os.kill(os.getpid(), signal.SIGKILL)

@@ -20,8 +20,9 @@ import time
 
 import jax
 
-from nanosam import config, evaluate, remote_workdir, writers
+from nanosam import config
 from nanosam.data import sources
+from nanosam.run import bucket, evaluation, log
 
 
 def get_config(arg=None):
@@ -40,7 +41,7 @@ def get_config(arg=None):
   c.log_every_steps = 1
   c.wandb.mode = "disabled"
   if seconds := os.environ.get("NANOSAM_TEST_TAKE_OVER"):
-    remote_workdir.TAKE_OVER_AFTER = float(seconds)
+    bucket.TAKE_OVER_AFTER = float(seconds)
   if fault := os.environ.get("NANOSAM_TEST_FAULT"):
     what, _, where = fault.partition("@")
     name, _, number = where.partition(":")
@@ -73,7 +74,7 @@ def at_compile(act, _):
 
 
 def at_step(act, number):
-  write = writers.FanOut.write  # in every process of a run, though only the first has a file
+  write = log.FanOut.write  # in every process of a run, though only the first has a file
 
   def write_and_act(self, step, values):
     write(self, step, values)
@@ -81,11 +82,11 @@ def at_step(act, number):
       wait_until(lambda: not list(checkpoints().glob("*tmp*")))
       act()
 
-  writers.FanOut.write = write_and_act
+  log.FanOut.write = write_and_act
 
 
 def at_eval(act, number):
-  batches, calls = evaluate.Evaluator._batches, []
+  batches, calls = evaluation.Evaluator._batches, []
 
   def batches_and_act(self):
     calls.append(self)
@@ -94,7 +95,7 @@ def at_eval(act, number):
       if len(calls) == number and place == 1:
         act()
 
-  evaluate.Evaluator._batches = batches_and_act
+  evaluation.Evaluator._batches = batches_and_act
 
 
 def at_saving(act, number):

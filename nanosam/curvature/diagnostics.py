@@ -6,7 +6,7 @@ from nanosam.curvature.products import PREFIXES, Surface, exact_net
 from nanosam.data.batch import Batch
 from nanosam.data.sources import Source
 from nanosam.optim import base
-from nanosam.step import Trainer, TrainState
+from nanosam.run.step import Trainer, TrainState
 from nanosam.system.errors import UsageError
 
 TAU = "tau/logit"  # is in every record of a measurement

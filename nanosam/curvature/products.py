@@ -26,7 +26,7 @@ from nanosam.model.transformer import Params, unembedding
 from nanosam.optim import direction, methods
 from nanosam.optim.direction import Direction, Moments
 from nanosam.optim.passes import Kept, Net, Passes, accumulate
-from nanosam.step import make_net
+from nanosam.run.step import make_net
 
 HESSIAN, GAUSS_NEWTON, FUNCTIONAL = methods.full, methods.logit, methods.functional
 GRADIENT, PRECONDITIONED = "gradient", "preconditioned"

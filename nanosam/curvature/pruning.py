@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from nanosam.data.sources import eval_set
-from nanosam.evaluate import Evaluator
 from nanosam.model.transformer import Params
 from nanosam.optim.base import matching
-from nanosam.restore import Loaded
+from nanosam.run.evaluation import Evaluator
+from nanosam.run.restore import Loaded
 from nanosam.system.progress import Progress
 
 FILE = "prune.json"

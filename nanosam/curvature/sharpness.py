@@ -15,9 +15,9 @@ from nanosam.curvature.diagnostics import validation_rows
 from nanosam.curvature.products import GAUSS_NEWTON, HESSIAN, Surface
 from nanosam.curvature.spectrum import LARGEST, SMALLEST, Lanczos, Mean, converge, hutchinson, mean
 from nanosam.data.batch import EvalSet
-from nanosam.evaluate import Evaluator
 from nanosam.model.transformer import Params
-from nanosam.restore import Loaded
+from nanosam.run.evaluation import Evaluator
+from nanosam.run.restore import Loaded
 from nanosam.system.progress import Progress, duration
 
 FILE = "sharpness.json"

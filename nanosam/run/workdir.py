@@ -18,11 +18,11 @@ import ml_collections
 from etils import epath
 
 from nanosam import config as config_lib
-from nanosam.cluster import Hosts
+from nanosam.run.cluster import Hosts
+from nanosam.run.log import METRICS_FILE
 from nanosam.system.errors import UsageError
 from nanosam.system.files import write_atomically
 from nanosam.system.remote import is_remote
-from nanosam.writers import METRICS_FILE
 
 CONFIG_FILE = "config.json"
 SEQUENCES_FILE = "eval_sequences.npz"  # the last evaluation, sequence by sequence
@@ -65,7 +65,7 @@ class Workdir:
 
 def open_workdir(c: ml_collections.ConfigDict, hosts: Hosts) -> Workdir:
   if is_remote(c.workdir):
-    from nanosam.remote_workdir import RemoteWorkdir  # an extra that not everyone has
+    from nanosam.run.bucket import RemoteWorkdir  # an extra that not everyone has
 
     return RemoteWorkdir(c.workdir, c.data.cache_dir, hosts)
   path = pathlib.Path(c.workdir)

@@ -22,11 +22,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from etils import epath
 
+from nanosam.run.tensorboard_events import TensorBoardWriter
+from nanosam.run.wandb_process import WandbProcess
 from nanosam.system import errors
 from nanosam.system.errors import UsageError, UserError, first_line
 from nanosam.system.files import disk_errors, write_atomically
-from nanosam.tensorboard_events import TensorBoardWriter
-from nanosam.wandb_writer import WandbProcess
 
 Value = float | int | str
 Say = Callable[[str], None]

@@ -10,9 +10,9 @@ from nanosam.model.transformer import ACTIVATIONS, ATTENTIONS
 from nanosam.optim import methods, schedules
 from nanosam.optim.base import BASES
 from nanosam.optim.direction import VARIANTS
-from nanosam.profiling import parse_steps
+from nanosam.run.log import WANDB_MODES
+from nanosam.run.profiling import parse_steps
 from nanosam.system.errors import UsageError
-from nanosam.writers import WANDB_MODES
 
 CHOICES = {
   "model.activation": ACTIVATIONS,

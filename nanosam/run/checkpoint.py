@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
-from nanosam.cluster import ALONE, Hosts
+from nanosam.run.cluster import ALONE, Hosts
 from nanosam.system.errors import UserError
 from nanosam.system.remote import is_remote
 

@@ -9,20 +9,21 @@ import ml_collections
 from etils import epath
 from jax.sharding import Mesh
 
-from nanosam import __version__, runtime
+from nanosam import __version__
 from nanosam import config as config_lib
-from nanosam import workdir as workdir_lib
-from nanosam.checkpoint import FOLDER, Checkpoints
 from nanosam.data.sources import Source, source_of
 from nanosam.model import sharding
 from nanosam.model.transformer import Params
 from nanosam.optim import base
 from nanosam.optim.direction import Moments
 from nanosam.optim.passes import Net
-from nanosam.step import Trainer
+from nanosam.run import runtime
+from nanosam.run import workdir as workdir_lib
+from nanosam.run.checkpoint import FOLDER, Checkpoints
+from nanosam.run.log import METRICS_FILE, read_metrics
+from nanosam.run.step import Trainer
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, reaching
-from nanosam.writers import METRICS_FILE, read_metrics
 
 
 class Loaded(NamedTuple):

@@ -9,11 +9,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nanosam.data.batch import Batch
-from nanosam.evaluate import row_sums
 from nanosam.model import sharding
 from nanosam.model.transformer import Params
 from nanosam.optim.guard import Counts, must_abort
 from nanosam.optim.passes import Net
+from nanosam.run.evaluation import row_sums
 from nanosam.system.errors import UserError
 
 

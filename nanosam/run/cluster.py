@@ -24,7 +24,7 @@ import jax
 from jax._src.clusters import ClusterEnv  # the detection of jax.distributed.initialize, which
 from jax.experimental import multihost_utils  # does not say what it found before it connects
 
-from nanosam.hub import Hub, Line, listen
+from nanosam.run.hub import Hub, Line, listen
 from nanosam.system.errors import Interrupted, UsageError, UserError, first_line, say
 from nanosam.system.signals import StopRequest
 

@@ -25,11 +25,11 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from nanosam.cluster import Hosts
 from nanosam.data.sources import default_cache_dir
+from nanosam.run.cluster import Hosts
+from nanosam.run.log import METRICS_FILE
+from nanosam.run.workdir import Workdir, claim, create
 from nanosam.system.errors import UsageError, UserError, say
-from nanosam.workdir import Workdir, claim, create
-from nanosam.writers import METRICS_FILE
 
 LEASE, OWNER = ".lease", ".owner"
 UPLOAD_EVERY = 60.0  # seconds
