@@ -20,8 +20,7 @@ import threading
 import time
 from typing import IO, Any
 
-from sweep import STOPPING, share_of_devices
-
+from nanosam.study.backends import STOPPING, share_of_devices
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import Interrupted, UsageError

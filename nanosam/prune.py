@@ -9,9 +9,9 @@ loss against sparsity (Figure 5 of arXiv 2502.02407) into the workdir, or --out.
 import argparse
 import re
 
-from nanosam import plots
 from nanosam.curvature.pruning import FILE, curve, table
 from nanosam.run.restore import load_run
+from nanosam.study import plots
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser, numbers, results_folder
 from nanosam.system.errors import UsageError

@@ -13,9 +13,9 @@ they are about what a training step sees.
 import argparse
 import math
 
-from nanosam import plots
 from nanosam.curvature.sharpness import FILE, measure, table
 from nanosam.run.restore import load_run
+from nanosam.study import plots
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser, numbers, results_folder
 from nanosam.system.errors import UsageError

@@ -17,10 +17,10 @@ from findings import rho_points
 from page import Block, Figure, Figures, Folded, Grid, Items, Section, Text
 from protocol import ADAMW
 
-from nanosam import compare, plots, tables
 from nanosam.run.log import METRICS_FILE, read_metrics
-from nanosam.runs import Run
-from nanosam.tables import Table
+from nanosam.study import comparison, plots, tables
+from nanosam.study.runs import Run
+from nanosam.study.tables import Table
 
 # Axis of an eval record: what it is called, and how many of that are one of the record's.
 AXES = {
@@ -53,7 +53,7 @@ class Family:
   twins: Mapping[pathlib.Path, Run]  # the same run elsewhere, perhaps with taus on the way
 
   def __post_init__(self) -> None:
-    self.report = compare.compare(self.runs, tune=protocol.tuned_keys(self.runs), baseline=ADAMW)
+    self.report = comparison.compare(self.runs, tune=protocol.tuned_keys(self.runs), baseline=ADAMW)
     self.groups = [g for g in self.report.groups if math.isfinite(g.mean)]
 
   @functools.cached_property
@@ -170,7 +170,7 @@ class Family:
         )
     return figures
 
-  def _series(self, group: compare.Group, metric: str) -> dict[Any, plots.Curve]:
+  def _series(self, group: comparison.Group, metric: str) -> dict[Any, plots.Curve]:
     found = {}
     for seed, run in group.best.runs.items():
       pairs = [(r["step"], r[metric]) for r in self.records[run.path] if metric in r]
@@ -194,7 +194,7 @@ class Family:
     head = ["method", "FLOPs a step", f"to {ADAMW}", "seconds a step", f"to {ADAMW}"]
     return Table([*head, "tokens a second", "minutes in all"], rows)
 
-  def _cost(self, group: compare.Group) -> Cost:
+  def _cost(self, group: comparison.Group) -> Cost:
     runs = list(group.best.runs.values())
     records = [r for run in runs for r in self.records[run.path] if "perf/step_time" in r]
     last = [run.evals[-1] for run in runs]

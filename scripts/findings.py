@@ -10,7 +10,7 @@ import paper_results
 import protocol
 from protocol import ADAMW, RHO, Lab, Setting
 
-from nanosam import compare, plots, runs, sweep, tables
+from nanosam.study import comparison, plots, runs, sweep, tables
 from nanosam.system.errors import UserError
 from nanosam.system.files import write_atomically, write_json
 
@@ -57,9 +57,9 @@ def command(lab: Lab, stage: str) -> str:
   )
 
 
-def extra_reports(lab: Lab, setting: Setting) -> dict[str, compare.Report]:
+def extra_reports(lab: Lab, setting: Setting) -> dict[str, comparison.Report]:
   """Equal compute, and a report for each factor that has runs."""
-  more: dict[str, compare.Report] = {}
+  more: dict[str, comparison.Report] = {}
   if "compute" in lab.stages:
     more |= equal_compute(lab, setting)
   if "factors" in lab.stages:
@@ -70,7 +70,7 @@ def extra_reports(lab: Lab, setting: Setting) -> dict[str, compare.Report]:
   return more
 
 
-def equal_compute(lab: Lab, setting: Setting) -> dict[str, compare.Report]:
+def equal_compute(lab: Lab, setting: Setting) -> dict[str, comparison.Report]:
   """Each method against the AdamW run that costs the same, both under their own schedules."""
   full = {m: lab.config(setting, m).opt.num_train_steps for m in lab.methods}
   other = {m: o["opt.num_train_steps"] for m, o in lab.equal_compute(setting).items()}
@@ -88,7 +88,7 @@ def equal_compute(lab: Lab, setting: Setting) -> dict[str, compare.Report]:
     if len({r.keys["opt.method"] for r in chosen if r.state == runs.FINISHED}) < 2:
       continue
     tune = [*protocol.tuned_keys(chosen), "opt.num_train_steps"]
-    more[title] = compare.compare(chosen, tune=tune)
+    more[title] = comparison.compare(chosen, tune=tune)
   return more
 
 
@@ -99,7 +99,7 @@ def _length(lab: Lab, setting: Setting, steps: int) -> sweep.Overrides:
 
 
 def section(
-  lab: Lab, setting: Setting, report: compare.Report | None, extras: dict[str, compare.Report]
+  lab: Lab, setting: Setting, report: comparison.Report | None, extras: dict[str, comparison.Report]
 ) -> list[str]:
   lines = [f"## {setting.label}", ""]
   if report is None:
@@ -142,7 +142,7 @@ def published_table(published: dict[str, dict[str, float | None]]) -> tables.Tab
   return tables.Table(["size", *methods], rows)
 
 
-def draw(lab: Lab, reports: dict[str, compare.Report | None], folder: pathlib.Path) -> None:
+def draw(lab: Lab, reports: dict[str, comparison.Report | None], folder: pathlib.Path) -> None:
   measures.draw(lab, reports, folder)
   for setting in lab.settings:
     report = reports[setting.label]
@@ -161,13 +161,13 @@ def draw(lab: Lab, reports: dict[str, compare.Report | None], folder: pathlib.Pa
       draw_differences(lab, setting, report, folder / f"differences{suffix}")
 
 
-def draw_rho(report: compare.Report, path: pathlib.Path) -> None:
+def draw_rho(report: comparison.Report, path: pathlib.Path) -> None:
   points, baseline = rho_points(report)
   if points:
     plots.loss_against_rho(path, points, baseline)
 
 
-def rho_points(report: compare.Report) -> tuple[dict[str, list[tuple[float, float]]], float]:
+def rho_points(report: comparison.Report) -> tuple[dict[str, list[tuple[float, float]]], float]:
   """Loss at each rho, all else as in the method's best setting; and the baseline's loss.
 
   Every loss is over the same seeds, so that luck has no part in the shape of the curve.
@@ -191,7 +191,7 @@ def rho_points(report: compare.Report) -> tuple[dict[str, list[tuple[float, floa
 
 
 def draw_differences(
-  lab: Lab, setting: Setting, report: compare.Report, path: pathlib.Path
+  lab: Lab, setting: Setting, report: comparison.Report, path: pathlib.Path
 ) -> None:
   paper = paper_results.TABLES.get(lab.name, {}).get(setting.paper, {})
   if rows := difference_rows(report.to_json(), paper):

@@ -11,8 +11,8 @@ import numpy as np
 import paper_results
 from protocol import ADAMW, Lab, Setting
 
-from nanosam import compare, plots, runs, tables
 from nanosam.curvature import pruning, sharpness
+from nanosam.study import comparison, plots, runs, tables
 from nanosam.system.errors import UserError
 
 FILES = {"sharpness": sharpness.FILE, "prune": pruning.FILE}
@@ -27,7 +27,7 @@ COLUMNS = {
   "tau_func": "τ_func",
   "tau_cross": "τ_cross",
 }
-Report = compare.Report | None
+Report = comparison.Report | None
 
 
 def finals(lab: Lab, report: Report) -> dict[str, list[runs.Run]]:

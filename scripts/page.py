@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from nanosam import plots, tables
+from nanosam.study import plots, tables
+from nanosam.study.tables import Table
 from nanosam.system.files import write_atomically
-from nanosam.tables import Table
 
 FIGURES = "figures"  # their folder, beside the Markdown
 

@@ -33,12 +33,12 @@ import jax
 import ml_collections
 import numpy as np
 
-from nanosam import comparable, compare, runs, sweep
 from nanosam import config as config_lib
 from nanosam.data.sources import source_of
 from nanosam.model import sharding
 from nanosam.run import flops
 from nanosam.run.step import Trainer
+from nanosam.study import comparable, comparison, runs, sweep
 from nanosam.system.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -228,12 +228,12 @@ class Lab:
 
   def report(
     self, setting: Setting, overrides: sweep.Overrides | None = None
-  ) -> compare.Report | None:
+  ) -> comparison.Report | None:
     """The methods compared; None if no run is finished."""
     chosen = self.matching(setting, overrides)
     if not any(r.state == runs.FINISHED for r in chosen):
       return None
-    return compare.compare(chosen, tune=tuned_keys(chosen))
+    return comparison.compare(chosen, tune=tuned_keys(chosen))
 
   def best(self, setting: Setting, method: str) -> sweep.Overrides:
     """The tuned keys of a method, as overrides; in a dry run a guess will do."""

@@ -21,12 +21,12 @@ from findings import CONFIDENCE, difference_rows, published_table
 from page import Block, Figure, Figures, Folded, Grid, Items, Page, Section, Text
 from protocol import ADAMW, SCHEDULE, TUNED
 
-from nanosam import comparable, plots, tables
-from nanosam.runs import FINISHED, Run, all_runs, run_id
+from nanosam.study import comparable, plots, tables
+from nanosam.study.runs import FINISHED, Run, all_runs, run_id
+from nanosam.study.tables import Table
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import UsageError, UserError, say
-from nanosam.tables import Table
 
 RESULTS_FILE = "results.json"
 

@@ -27,10 +27,9 @@ from findings import write_report
 from protocol import ADAMW, FACTORS, MEASURES, STAGES, Lab
 
 sys.path.insert(0, str(protocol.ROOT / "launch"))
-import sweep as launcher
-
-from nanosam import runs, sweep
 from nanosam.run import flops
+from nanosam.study import backends as launcher
+from nanosam.study import runs, sweep
 from nanosam.system import errors
 from nanosam.system.command_line import Parser, numbers
 from nanosam.system.errors import UsageError

@@ -11,8 +11,8 @@ import json
 from typing import Any
 
 from nanosam import config as config_lib
-from nanosam import plots
 from nanosam.optim.methods import METHODS
+from nanosam.study import plots
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import UserError, first_line

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from training import ROOT
 
-from nanosam import compare, config, paired, runs
+from nanosam import config
+from nanosam.study import comparison, paired, runs
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.files import strict_json
 
@@ -45,7 +46,7 @@ def test_means_differences_and_intervals_of_known_numbers(tmp_path):
   for seed, (a, b) in enumerate([(3.50, 3.48), (3.60, 3.57), (3.55, 3.51)], 1):
     write_run(tmp_path, "adamw", seed, a)
     write_run(tmp_path, "sam", seed, b)
-  report = compare.compare(read(tmp_path))
+  report = comparison.compare(read(tmp_path))
   base, sam = report.groups
   assert (base.label, sam.label) == ("adamw", "sam")
   assert base.mean == pytest.approx(3.55) and base.deviation == pytest.approx(0.05)
@@ -88,7 +89,7 @@ def test_pairing_takes_out_what_both_share(tmp_path):
     shared = 3.5 + rng.normal(0, 0.05) + rng.normal(0, 0.5, ROWS)
     write_run(tmp_path, "adamw", seed, seq=shared + rng.normal(0, 0.01, ROWS))
     write_run(tmp_path, "sam", seed, seq=shared - 0.02 + rng.normal(0, 0.01, ROWS))
-  sam = compare.compare(read(tmp_path)).group("sam")
+  sam = comparison.compare(read(tmp_path)).group("sam")
   interval = sam.difference.intervals["both"]
   assert interval.low < -0.02 < interval.high
   assert interval.high - interval.low < 0.02 < sam.deviation
@@ -109,11 +110,11 @@ def test_the_best_setting_is_judged_on_common_seeds_and_the_edge_is_told(tmp_pat
   for rho, losses in {0.1: [3.49, 3.3, 3.3], 0.2: [3.48], 0.4: [3.47]}.items():
     for seed, loss in enumerate(losses, 1):
       write_run(tmp_path, "sam", seed, loss, keys={"opt.rho": rho})
-  report = compare.compare(read(tmp_path), tune=["opt.rho"])
+  report = comparison.compare(read(tmp_path), tune=["opt.rho"])
   assert report.group("sam").best.settings == {"opt.rho": 0.4}
   assert any("opt.rho=0.4 is the largest tried (0.1, 0.2, 0.4)" in n for n in report.notes)
   write_run(tmp_path, "sam", 1, 3.6, keys={"opt.rho": 0.8})
-  notes = compare.compare(read(tmp_path), tune=["opt.rho"]).notes
+  notes = comparison.compare(read(tmp_path), tune=["opt.rho"]).notes
   assert not any("tried" in n for n in notes)
 
 
@@ -131,7 +132,7 @@ def test_refuses_what_differs_in_more_than_the_method(tmp_path, change, words):
   write_run(tmp_path, "adamw", 1)
   write_run(tmp_path, "sam", 1, **change)
   with pytest.raises(UsageError, match=words):
-    compare.compare(read(tmp_path))
+    comparison.compare(read(tmp_path))
 
 
 def test_a_setting_that_one_method_lacks_does_not_hide_a_difference(tmp_path):
@@ -139,8 +140,8 @@ def test_a_setting_that_one_method_lacks_does_not_hide_a_difference(tmp_path):
   write_run(tmp_path, "sam", 1)
   write_run(tmp_path, "precond_sam", 1, keys={"opt.rho": 0.3})
   with pytest.raises(UsageError, match=r"opt\.rho is 0\.[13]"):
-    compare.compare(read(tmp_path))
-  assert len(compare.compare(read(tmp_path), tune=["opt.rho"]).groups) == 3
+    comparison.compare(read(tmp_path))
+  assert len(comparison.compare(read(tmp_path), tune=["opt.rho"]).groups) == 3
 
 
 def test_what_follows_a_compared_key_is_no_difference(tmp_path):
@@ -148,18 +149,18 @@ def test_what_follows_a_compared_key_is_no_difference(tmp_path):
   write_run(tmp_path, "adamw", 1, 3.6, keys={"opt.peak_learning_rate": 0.01})
   write_run(tmp_path, "adamw", 1, 3.4, keys={"opt.num_train_steps": 600, "opt.warmup_steps": 60})
   tune = ["opt.peak_learning_rate", "opt.num_train_steps"]
-  assert compare.compare(read(tmp_path), tune=tune).groups[0].mean == pytest.approx(3.4)
+  assert comparison.compare(read(tmp_path), tune=tune).groups[0].mean == pytest.approx(3.4)
 
 
 @pytest.mark.parametrize("steps, warmup", [(655, 66), (641, 64), (6, 1), (6, 0), (2400, 240)])
 def test_a_warmup_in_proportion_follows_whatever_the_rounding(tmp_path, steps, warmup):
   write_run(tmp_path, "adamw", 1)  # 120 of 1200
   write_run(tmp_path, "sam", 1, keys={"opt.num_train_steps": steps, "opt.warmup_steps": warmup})
-  assert len(compare.compare(read(tmp_path), tune=["opt.num_train_steps"]).groups) == 2
+  assert len(comparison.compare(read(tmp_path), tune=["opt.num_train_steps"]).groups) == 2
   keys = {"opt.num_train_steps": 601, "opt.warmup_steps": 90}
   write_run(tmp_path, "func_sam", 1, keys=keys)
   with pytest.raises(UsageError, match=r"opt\.warmup_steps"):
-    compare.compare(read(tmp_path), tune=["opt.num_train_steps"])
+    comparison.compare(read(tmp_path), tune=["opt.num_train_steps"])
 
 
 def test_half_written_diverged_and_damaged_runs_each_have_a_line(tmp_path):
@@ -190,7 +191,7 @@ def test_half_written_diverged_and_damaged_runs_each_have_a_line(tmp_path):
     "begun holds no run",
   ):
     assert words in text
-  report = compare.compare([r for r in found if r.path != skipped])
+  report = comparison.compare([r for r in found if r.path != skipped])
   assert report.group("sam").mean == np.inf and report.group("sam").difference is None
   json.dumps(strict_json(report.to_json()), allow_nan=False)
 
@@ -208,10 +209,10 @@ def test_why_there_is_nothing_to_compare(tmp_path):
   for content in (b"", b"PK", sequences.read_bytes()[:-40]):
     sequences.write_bytes(content)
     with pytest.raises(UserError, match=r"is damaged .*nanosam\.evaluate .* --save"):
-      compare.main(["compare", str(tmp_path)])
+      comparison.main(["compare", str(tmp_path)])
   sequences.unlink()
   with pytest.raises(UserError, match=r"not of the last step: .* --save"):
-    compare.main(["compare", str(tmp_path)])
+    comparison.main(["compare", str(tmp_path)])
 
 
 def test_a_view_that_some_record_lacks(tmp_path):
@@ -219,9 +220,9 @@ def test_a_view_that_some_record_lacks(tmp_path):
   lines = (run / "metrics.jsonl").read_text().splitlines()
   records = [{k: v for k, v in json.loads(x).items() if k != "compute"} for x in lines]
   (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-  assert compare.compare(read(tmp_path))
+  assert comparison.compare(read(tmp_path))
   with pytest.raises(UserError, match="without 'compute'"):
-    compare.compare(read(tmp_path), view="compute")
+    comparison.compare(read(tmp_path), view="compute")
 
 
 def test_missing_seeds_are_named(tmp_path):
@@ -229,7 +230,7 @@ def test_missing_seeds_are_named(tmp_path):
     write_run(tmp_path, "adamw", seed)
   write_run(tmp_path, "sam", 1)
   write_run(tmp_path, "func_sam", 3)
-  report = compare.compare(read(tmp_path))
+  report = comparison.compare(read(tmp_path))
   assert any("sam has no run with (seed, data_seed) (2, 2)" in n for n in report.notes)
   assert any("func_sam and adamw share no seed" in n for n in report.notes)
   assert report.group("sam").difference.intervals.keys() == {"units"}
@@ -239,9 +240,9 @@ def test_views_at_equal_compute_and_time_read_the_curves(tmp_path):
   write_run(tmp_path, "adamw", 1, curve={600: 3.6, 1200: 3.5})
   write_run(tmp_path, "sam", 1, curve={300: 4.0, 600: 3.8, 1200: 3.4})
   found = read(tmp_path)
-  assert compare.compare(found).group("sam").difference.mean == pytest.approx(-0.1)
+  assert comparison.compare(found).group("sam").difference.mean == pytest.approx(-0.1)
   for view, budget in (("compute", 1200), ("time", 3600)):
-    report = compare.compare(found, view=view)
+    report = comparison.compare(found, view=view)
     assert report.budget == budget
     assert report.group("sam").mean == pytest.approx(3.8)  # half of its steps
     assert any("1 of 2 runs are read before their end" in n for n in report.notes)
@@ -251,7 +252,7 @@ def test_steps_to_target(tmp_path):
   write_run(tmp_path, "adamw", 1, curve={600: 4.0, 1200: 3.5})
   write_run(tmp_path, "sam", 1, curve={600: 3.7, 1200: 3.3})
   write_run(tmp_path, "func_sam", 1, curve={600: 3.7, 1200: 3.6})
-  report = compare.compare(read(tmp_path))
+  report = comparison.compare(read(tmp_path))
   assert report.group("adamw").to_target == 1200
   assert report.group("sam").to_target == pytest.approx(900)
   assert report.group("func_sam").to_target is None
@@ -262,7 +263,7 @@ def test_steps_to_target_are_read_off_the_mean_curve(tmp_path):
   for seed, shift in ((1, 0.1), (2, -0.1)):
     write_run(tmp_path, "adamw", seed, curve={600: 4.0 + shift, 1200: 3.5 + shift})
     write_run(tmp_path, "sam", seed, curve={600: 3.7 + shift, 1200: 3.3 + shift})
-  report = compare.compare(read(tmp_path))
+  report = comparison.compare(read(tmp_path))
   assert report.group("adamw").to_target == pytest.approx(1200)
   assert report.group("sam").to_target == pytest.approx(900)
 
@@ -273,7 +274,7 @@ def test_a_method_that_diverges_on_a_seed_has_no_mean_over_the_others(tmp_path):
   write_run(tmp_path, "sam", 1, 3.4)
   bad = write_run(tmp_path, "sam", 2)
   (bad / "metrics.jsonl").write_text('{"step": 70, "train/loss": "NaN", "guard/nonfinite": 1}\n')
-  report = compare.compare(read(tmp_path))
+  report = comparison.compare(read(tmp_path))
   assert report.group("sam").difference is None and report.group("sam").mean == np.inf
   assert any("not all of those finished" in n for n in report.notes)
 
@@ -282,9 +283,9 @@ def test_values_that_look_alike_are_not_one_setting(tmp_path):
   write_run(tmp_path, "adamw", 1)
   for phi, loss in ((0.7853981633974483, 3.4), (0.785398, 3.6)):
     write_run(tmp_path, "angle_sam", 1, loss, keys={"opt.phi": phi})
-  report = compare.compare(read(tmp_path), tune=["opt.phi"])
+  report = comparison.compare(read(tmp_path), tune=["opt.phi"])
   assert sorted(c.mean() for c in report.group("angle_sam").cells) == pytest.approx([3.4, 3.6])
-  by = compare.compare(read(tmp_path), by=["opt.method", "opt.phi"], baseline="adamw, -")
+  by = comparison.compare(read(tmp_path), by=["opt.method", "opt.phi"], baseline="adamw, -")
   assert len(by.groups) == 3
 
 
@@ -293,14 +294,14 @@ def test_two_runs_of_one_seed_that_differ_in_nothing_that_is_compared(tmp_path):
   for every in (100, 500):
     write_run(tmp_path, "sam", 1, keys={"eval_every_steps": every})
   with pytest.raises(UsageError, match="only one of them can count"):
-    compare.compare(read(tmp_path))
+    comparison.compare(read(tmp_path))
 
 
 def test_a_run_that_went_on_under_other_settings_is_told(tmp_path):
   changes = [{"step": 70, "keys": ["opt.rho: 0.1 -> 0.2"], "git_commit": None}]
   write_run(tmp_path, "adamw", 1)
   write_run(tmp_path, "sam", 1, env={"changes": changes})
-  notes = compare.compare(read(tmp_path)).notes
+  notes = comparison.compare(read(tmp_path)).notes
   assert any("until step 70" in n and "opt.rho: 0.1 -> 0.2" in n for n in notes)
 
 
@@ -308,14 +309,14 @@ def test_the_command(tmp_path, capsys):
   for seed in (1, 2):
     write_run(tmp_path, "adamw", seed, 3.5)
     write_run(tmp_path, "sam", seed, 3.4)
-  compare.main(["compare", str(tmp_path), "--tune=opt.rho", "--json"])
+  comparison.main(["compare", str(tmp_path), "--tune=opt.rho", "--json"])
   groups = json.loads(capsys.readouterr().out)["groups"]
   assert [g["label"] for g in groups] == ["adamw", "sam"] and groups[1]["pairs"] == 2
-  compare.main(["compare", str(tmp_path), "--baseline=sam"])
+  comparison.main(["compare", str(tmp_path), "--baseline=sam"])
   text = capsys.readouterr().out
   assert "+0.1000" in text and "the interval covers other seeds" in text
   with pytest.raises(UsageError, match=r"did you mean opt\.method"):
-    compare.main(["compare", str(tmp_path), "--by=opt.methd"])
+    comparison.main(["compare", str(tmp_path), "--by=opt.methd"])
   with pytest.raises(UserError, match="no finished run"):
     (tmp_path / "empty").mkdir()
-    compare.main(["compare", str(tmp_path / "empty")])
+    comparison.main(["compare", str(tmp_path / "empty")])

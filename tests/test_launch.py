@@ -251,7 +251,7 @@ def test_a_sweep_on_tpus_brings_its_records_home(start, stand_ins, tmp_path, who
       "-c",
       f"""
 import pathlib
-from nanosam import sweep
+from nanosam.study import sweep
 print(sweep.plan(sweep.load({str(tmp_path / "one_run.py")!r}), pathlib.Path("x"))[0].id)""",
     )
   )[1].strip()

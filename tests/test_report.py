@@ -15,7 +15,7 @@ from made_up_runs import write_full_run, write_study
 from test_compare import write_run
 from training import ROOT
 
-from nanosam import compare, runs
+from nanosam.study import comparison, runs
 from nanosam.system.errors import UsageError, UserError
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -85,7 +85,7 @@ def written(study, tmp_path_factory):
 def test_the_page_says_what_compare_says(study, written):
   found, _ = runs.find_runs([study])
   narrow = [r for r in found if r.keys["model.D"] == 64]
-  expected = compare.compare(narrow, tune=["opt.rho"]).group("precond_func_sam")
+  expected = comparison.compare(narrow, tune=["opt.rho"]).group("precond_func_sam")
   low, high = expected.difference.intervals["both"][:2]
   for name in ("report.html", "report.md"):
     text = (written / name).read_text()

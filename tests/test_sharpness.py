@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from training import assert_same_run
 
-from nanosam import plots
 from nanosam.curvature import sharpness
 from nanosam.curvature.diagnostics import validation_rows
 from nanosam.run import restore
 from nanosam.run.log import read_metrics
+from nanosam.study import plots
 from nanosam.system import errors
 
 QUICK = ("--batches=2", "--batch_size=4", "--directions=1", "--rho=0.01,0.1")

@@ -8,12 +8,12 @@ import time
 import pytest
 from training import CONFIG, ROOT
 
-from nanosam import runs, sweep
 from nanosam.run.log import read_metrics
+from nanosam.study import runs, sweep
 from nanosam.system.errors import UsageError
 
 sys.path.insert(0, str(ROOT / "launch"))
-import sweep as launcher
+from nanosam.study import backends as launcher
 
 TINY = str(CONFIG)
 
@@ -94,7 +94,7 @@ def test_there_is_a_sweep_for_each_table_of_the_paper(name, tmp_path, monkeypatc
 
 
 SWEEP = f"""
-from nanosam.sweep import product
+from nanosam.study.sweep import product
 
 def runs(arg=None):
   base = {{"opt.num_train_steps": [int(arg)], "checkpoint_every_steps": [50]}}

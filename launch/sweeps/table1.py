@@ -4,7 +4,7 @@ preconditioned forms, at four values of rho each.
 python launch/sweep.py --sweep=launch/sweeps/table1.py[:SEEDS] --out=DIR
 """
 
-from nanosam.sweep import tuned
+from nanosam.study.sweep import tuned
 
 METHODS = ("adamw", "sam", "precond_sam", "func_sam", "precond_func_sam")
 

@@ -3,7 +3,7 @@
 python launch/sweep.py --sweep=launch/sweeps/table3.py[:SEEDS] --out=DIR
 """
 
-from nanosam.sweep import tuned
+from nanosam.study.sweep import tuned
 
 METHODS = ("adamw", "sam", "precond_sam", "precond_func_sam")
 SIZES = ("23.9M", "42.5M", "117.9M", "1208M")

@@ -4,7 +4,7 @@
 python launch/sweep.py --sweep=launch/sweeps/table4.py[:SEEDS] --out=DIR
 """
 
-from nanosam.sweep import tuned
+from nanosam.study.sweep import tuned
 
 METHODS = ("adamw", "sam", "precond_sam", "precond_func_sam")
 

@@ -3,7 +3,7 @@
 python launch/sweep.py --sweep=launch/sweeps/table5.py[:SEEDS] --out=DIR
 """
 
-from nanosam.sweep import tuned
+from nanosam.study.sweep import tuned
 
 METHODS = ("adamw", "precond_sam", "precond_func_sam")
 KINDS = {"size": ["2M"], "activation": ["gelu", "relu"]}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from nanosam import config as config_lib
-from nanosam.runs import FINISHED, Run
+from nanosam.study.runs import FINISHED, Run
 from nanosam.system.errors import UsageError
 
 REPLICATE = ("seed", "data_seed")

@@ -2,7 +2,7 @@
 
 A sweep file defines `runs(arg)`, which returns a list of (config, overrides):
 
-  from nanosam.sweep import product, together
+  from nanosam.study.sweep import product, together
 
   def runs(arg=None):
     grid = product({"opt.rho": [0.03, 0.1], "seed": [1, 2, 3]})
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from nanosam import config as config_lib
-from nanosam import runs as runs_lib
 from nanosam.run.validate import validate
+from nanosam.study import runs as runs_lib
 from nanosam.system.errors import UsageError
 
 # Where to look for rho at the paper's sizes. Its best SAM has rho 0.1, its smallest: begin below.
