@@ -24,13 +24,7 @@ import pathlib
 import shlex
 
 from nanosam.study import sweep
-from nanosam.study.backends import (
-  add_backend_arguments,
-  check_outcomes,
-  execute,
-  print_plan,
-  table,
-)
+from nanosam.study.backends import add_backend_arguments, check_outcomes, execute, print_plan, table
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import UsageError

@@ -17,7 +17,6 @@ from typing import Any
 
 import ml_collections
 
-from nanosam.optim.methods import METHODS
 from nanosam.system.errors import UsageError
 
 # name: layers, heads, width. Named by non-embedding parameters as in arXiv 2502.02407; `mini` is
@@ -43,7 +42,6 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   c.batch_size = 256  # sequences a step, over all devices and microbatches
   c.grad_accumulation_steps = 1  # microbatches a step: memory, not mathematics
 
-  lookup("method", method, METHODS)
   N, H, D = lookup("size", size, SIZES)
   c.model = m = ml_collections.ConfigDict()
   m.D = D  # width

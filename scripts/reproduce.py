@@ -18,15 +18,11 @@ import json
 import os
 import pathlib
 import shlex
-import sys
 import time
 
-import measures
-import protocol
-from findings import write_report
-from protocol import ADAMW, FACTORS, MEASURES, STAGES, Lab
-
-sys.path.insert(0, str(protocol.ROOT / "launch"))
+from nanosam.paper import measures, protocol
+from nanosam.paper.findings import write_report
+from nanosam.paper.protocol import ADAMW, FACTORS, MEASURES, STAGES, Lab
 from nanosam.run import flops
 from nanosam.study import backends as launcher
 from nanosam.study import runs, sweep

@@ -7,10 +7,8 @@ import pytest
 from test_compare import write_run
 from test_reproduce import lab, loss, reproduce
 
+from nanosam.paper import measures, protocol
 from nanosam.system.errors import UserError
-
-import measures  # isort: skip; found once test_reproduce has set the path
-import protocol  # isort: skip
 
 
 def filled(tmp_path, name, **settings):

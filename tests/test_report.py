@@ -19,10 +19,9 @@ from nanosam.study import comparison, runs
 from nanosam.system.errors import UsageError, UserError
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import page
-import protocol
-import report
 import reproduce
+
+from nanosam.paper import page, protocol, report
 
 THREE = ("adamw", "sam", "precond_func_sam")
 

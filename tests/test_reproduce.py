@@ -9,9 +9,9 @@ from nanosam import config as config_lib
 from nanosam.system.errors import UsageError, UserError
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import paper_results
-import protocol
 import reproduce
+
+from nanosam.paper import protocol, published
 
 
 def lab(tmp_path, name="table1", scale="mini", **settings):
@@ -61,10 +61,10 @@ def test_every_stage_plans_valid_runs(tmp_path, name, scale, monkeypatch):
     assert methods == expected.get(stage, set(it.methods))
     for p in planned:
       assert p.config.seed == p.config.data_seed  # what pairs the methods
-  published = paper_results.TABLES.get(name, {})
+  losses = published.TABLES.get(name, {})
   for setting in it.settings:
     if setting.paper:
-      assert set(published.get(setting.paper, it.methods)) <= set(it.methods)
+      assert set(losses.get(setting.paper, it.methods)) <= set(it.methods)
 
 
 def test_stages_build_on_each_other(tmp_path):

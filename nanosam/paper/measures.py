@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import paper_results
-from protocol import ADAMW, Lab, Setting
 
 from nanosam.curvature import pruning, sharpness
+from nanosam.paper import published
+from nanosam.paper.protocol import ADAMW, Lab, Setting
 from nanosam.study import comparison, plots, runs, tables
 from nanosam.system.errors import UserError
 
@@ -83,7 +83,7 @@ def collect(lab: Lab, report: Report) -> dict[str, dict[str, list[dict[str, Any]
 
 def section(lab: Lab, setting: Setting, report: Report) -> list[str]:
   """Of the final models; the paper's numbers, at its scale, in brackets."""
-  paper = paper_results.SHARPNESS.get(lab.name, {}).get(setting.paper, {})
+  paper = published.SHARPNESS.get(lab.name, {}).get(setting.paper, {})
   table = sharpness_table(collect(lab, report).get("sharpness", {}), paper)
   if not table.rows:
     return []

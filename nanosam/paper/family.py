@@ -10,13 +10,12 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import measures
 import numpy as np
-import protocol
-from findings import rho_points
-from page import Block, Figure, Figures, Folded, Grid, Items, Section, Text
-from protocol import ADAMW
 
+from nanosam.paper import measures, protocol
+from nanosam.paper.findings import rho_points
+from nanosam.paper.page import Block, Figure, Figures, Folded, Grid, Items, Section, Text
+from nanosam.paper.protocol import ADAMW
 from nanosam.run.log import METRICS_FILE, read_metrics
 from nanosam.study import comparison, plots, tables
 from nanosam.study.runs import Run

@@ -41,7 +41,7 @@ from nanosam.run.step import Trainer
 from nanosam.study import comparable, comparison, runs, sweep
 from nanosam.system.errors import UserError
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 ADAMW, PEAK, DECAY, RHO = "adamw", "opt.peak_learning_rate", "opt.weight_decay", "opt.rho"
 TUNED, SCHEDULE = (PEAK, DECAY, RHO), "opt.rho_schedule"
 TRAINED = ("baseline", "rho", "seeds", "compute", "factors")

@@ -5,11 +5,8 @@ import pathlib
 import shlex
 from typing import Any
 
-import measures
-import paper_results
-import protocol
-from protocol import ADAMW, RHO, Lab, Setting
-
+from nanosam.paper import measures, protocol, published
+from nanosam.paper.protocol import ADAMW, RHO, Lab, Setting
 from nanosam.study import comparison, plots, runs, sweep, tables
 from nanosam.system.errors import UserError
 from nanosam.system.files import write_atomically, write_json
@@ -35,8 +32,8 @@ def write_report(lab: Lab, argv: list[str]) -> None:
     "settings": {k: r.to_json() for k, r in reports.items() if r},
     "more": {k: {n: r.to_json() for n, r in e.items()} for k, e in extras.items()},
     "measured": {s.label: measures.collect(lab, reports[s.label]) for s in lab.settings},
-    "paper": paper_results.TABLES.get(lab.name) or paper_results.FIGURES.get(lab.name),
-    "paper_sharpness": paper_results.SHARPNESS.get(lab.name),
+    "paper": published.TABLES.get(lab.name) or published.FIGURES.get(lab.name),
+    "paper_sharpness": published.SHARPNESS.get(lab.name),
     "notes": notes,
   }
   write_json(folder / "results.json", results)
@@ -104,7 +101,7 @@ def section(
   lines = [f"## {setting.label}", ""]
   if report is None:
     return [*lines, f"no finished runs yet; begin with `{command(lab, lab.stages[0])}`", ""]
-  paper = paper_results.TABLES.get(lab.name, {}).get(setting.paper, {})
+  paper = published.TABLES.get(lab.name, {}).get(setting.paper, {})
   lines += [*table(report.to_json(), paper), *measures.section(lab, setting, report)]
   if missing := [m for m in lab.methods if not report.group(m)]:
     lines += [f"no finished runs yet: {', '.join(missing)} (`{command(lab, 'rho')}`)", ""]
@@ -123,10 +120,10 @@ def table(report: dict[str, Any], paper: dict[str, float | None]) -> list[str]:
 def closing(lab: Lab, notes: list[str]) -> list[str]:
   """The paper's numbers where no row of ours stands for one of theirs, and what was left out."""
   lines = []
-  published = paper_results.TABLES.get(lab.name, {})
-  if published and not any(s.paper for s in lab.settings):
-    lines += ["## The paper's losses", "", *tables.markdown(published_table(published))]
-  if figure := paper_results.FIGURES.get(lab.name):
+  losses = published.TABLES.get(lab.name, {})
+  if losses and not any(s.paper for s in lab.settings):
+    lines += ["## The paper's losses", "", *tables.markdown(published_table(losses))]
+  if figure := published.FIGURES.get(lab.name):
     lines += [figure, ""]
   if notes:
     lines += ["## Runs that were left out", "", *(f"- {note}" for note in notes), ""]
@@ -193,7 +190,7 @@ def rho_points(report: comparison.Report) -> tuple[dict[str, list[tuple[float, f
 def draw_differences(
   lab: Lab, setting: Setting, report: comparison.Report, path: pathlib.Path
 ) -> None:
-  paper = paper_results.TABLES.get(lab.name, {}).get(setting.paper, {})
+  paper = published.TABLES.get(lab.name, {}).get(setting.paper, {})
   if rows := difference_rows(report.to_json(), paper):
     plots.differences(path, rows, CONFIDENCE)
 
