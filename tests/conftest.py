@@ -12,7 +12,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import pytest
-from training import Commands
+from helpers.training import Commands
 
 from nanosam import config as config_lib
 from nanosam.data.batch import Batch
@@ -39,7 +39,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def commands(cache):
-  """Commands in processes of their own; the tiny config of tests/tiny_config.py."""
+  """Commands in processes of their own; the tiny config of tests/helpers/tiny_config.py."""
   return Commands(cache)
 
 

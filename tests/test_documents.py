@@ -4,7 +4,7 @@ import re
 
 import pytest
 import yaml
-from training import ROOT
+from helpers.training import ROOT
 
 
 @pytest.mark.parametrize("name", ["ARCHITECTURE.md", "CONTRIBUTING.md"])

@@ -8,7 +8,7 @@ import sys
 
 import jax
 import pytest
-from training import CONFIG, ROOT
+from helpers.training import CONFIG, ROOT
 
 from nanosam import config as config_lib
 from nanosam.model import sharding

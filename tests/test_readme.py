@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from test_get_c4 import Server
-from training import ROOT
+from helpers.training import ROOT
 
 
 class Rule(NamedTuple):
@@ -55,7 +55,7 @@ RULES = (
 )
 TWO_RUNS = """
 def runs(arg=None):
-  return [(f"tests/tiny_config.py:method={method}", {}) for method in ("adamw", "sam")]
+  return [(f"tests/helpers/tiny_config.py:method={method}", {}) for method in ("adamw", "sam")]
 """
 
 

@@ -13,7 +13,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from training import CONFIG, ROOT, assert_same_run, losses, state, steps
+from helpers.training import CONFIG, ROOT, assert_same_run, losses, state, steps
 
 from nanosam import config as config_lib
 from nanosam.run.log import read_metrics

@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
-from bucket import ObjectStore, Refused
+from helpers.object_store import ObjectStore, Refused
 from test_cluster import Pair, assert_close
-from training import CONFIG, Commands, assert_same_run
+from helpers.training import CONFIG, Commands, assert_same_run
 
 from nanosam.data.embedded import build_embedded
 from nanosam.run import bucket

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from training import CONFIG, ROOT
+from helpers.training import CONFIG, ROOT
 
 from nanosam.run.log import read_metrics
 from nanosam.study import runs, sweep

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from training import ROOT
+from helpers.training import ROOT
 
 from nanosam.optim.methods import METHODS
 from nanosam.run import log

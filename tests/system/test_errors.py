@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from training import ROOT
+from helpers.training import ROOT
 
 START = "from nanosam import errors; errors.run(lambda argv: {})"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from streams import B, L, assert_same, stream, take
+from helpers.streams import B, L, assert_same, stream, take
 
 from nanosam.data import prepare, tfds
 from nanosam.data.preparation import tfrecord

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 from test_compare import write_run
-from training import ROOT
+from helpers.training import ROOT
 
 from nanosam import config as config_lib
 from nanosam.system.errors import UsageError, UserError

@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from training import ROOT
+from helpers.training import ROOT
 
 from nanosam import config
 from nanosam.study import comparison, paired, runs

@@ -10,10 +10,10 @@ import subprocess
 import sys
 
 import pytest
-from browser import Browser
-from made_up_runs import write_full_run, write_study
+from helpers.browser import Browser
+from helpers.made_up_runs import write_full_run, write_study
 from test_compare import write_run
-from training import ROOT
+from helpers.training import ROOT
 
 from nanosam.study import comparison, runs
 from nanosam.system.errors import UsageError, UserError

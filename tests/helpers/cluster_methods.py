@@ -1,6 +1,6 @@
 """A few steps of every method on a mesh over all processes' devices.
 
-python tests/cluster_methods.py OUT COORDINATOR PROCESS (of two)
+python tests/helpers/cluster_methods.py OUT COORDINATOR PROCESS (of two)
 """
 
 import sys

@@ -13,7 +13,7 @@ import optax
 import pytest
 from conftest import random_batch
 from test_methods import V, hidden, loss_fn, make_method, scaled, setting, toy
-from training import ROOT
+from helpers.training import ROOT
 
 from nanosam.curvature import products
 from nanosam.curvature.products import FUNCTIONAL, GAUSS_NEWTON, HESSIAN, Surface

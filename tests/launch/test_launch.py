@@ -9,8 +9,8 @@ import sys
 import time
 
 import pytest
-from stand_ins import StandIns
-from training import CONFIG, ROOT
+from helpers.stand_ins import StandIns
+from helpers.training import CONFIG, ROOT
 
 
 @pytest.fixture

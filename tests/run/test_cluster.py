@@ -11,7 +11,7 @@ import threading
 import ml_collections
 import numpy as np
 import pytest
-from training import CONFIG, ROOT, Outcome, assert_same_run, losses, state, steps
+from helpers.training import CONFIG, ROOT, Outcome, assert_same_run, losses, state, steps
 
 from nanosam import config
 from nanosam.optim.methods import METHODS
@@ -244,7 +244,7 @@ def test_two_processes_measure_tau_as_one_does(commands, tmp_path):
 
 @pytest.mark.full
 def test_every_method_gives_the_same_on_two_processes(tmp_path):
-  from cluster_methods import train
+  from helpers.cluster_methods import train
 
   out, address = tmp_path / "params.npz", f"127.0.0.1:{free_port()}"
   flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")

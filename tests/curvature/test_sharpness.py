@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from training import assert_same_run
+from helpers.training import assert_same_run
 
 from nanosam.curvature import sharpness
 from nanosam.curvature.diagnostics import validation_rows

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from streams import B, L, assert_same, stream, take
+from helpers.streams import B, L, assert_same, stream, take
 
 from nanosam.data.batch import Batch, batch_hash, combine_hashes
 from nanosam.data.sources import default_cache_dir, merge_states, open_source
