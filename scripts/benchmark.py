@@ -30,7 +30,7 @@ from nanosam.optim.gradient import Estimate
 from nanosam.optim.methods import METHODS
 from nanosam.optim.passes import Passes
 from nanosam.run import flops
-from nanosam.run.step import Trainer, model_config
+from nanosam.run.step import TrainStep, model_config
 from nanosam.run.validate import validate
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
@@ -122,7 +122,7 @@ PRODUCTS = {
 def measure_curvature(args: argparse.Namespace) -> list[dict[str, Any]]:
   """Products with the Hessian and its parts, against one gradient of the same batch."""
   program = Program("adamw", args)
-  net = products.exact_net(program.trainer.config, args.vocab_size)
+  net = products.exact_net(program.train_step.config, args.vocab_size)
   params, batch = program.state.params, program.batch
   vector_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
   functions = {GRADIENT: lambda passes, _: passes.plain()[1], **PRODUCTS}
@@ -158,12 +158,12 @@ class Program:
 
   def __init__(self, name: str, args: argparse.Namespace):
     mesh = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
-    self.trainer = Trainer(benchmark_config(name, args), args.vocab_size, mesh)
-    self.state: Any = self.trainer.init(0)
+    self.train_step = TrainStep(benchmark_config(name, args), args.vocab_size, mesh)
+    self.state: Any = self.train_step.init(0)
     with mock.patch.object(guard, "judge", trust) if name == UNGUARDED else nullcontext():
-      traced = self.trainer.trace()
+      traced = self.train_step.trace()
     if name == DENSE:
-      traced, self.state = dense_step(self.trainer, self.state.params)
+      traced, self.state = dense_step(self.train_step, self.state.params)
     self.compiled = traced.lower().compile()
     self.flops = flops.count(traced.jaxpr)
     memory = self.compiled.memory_analysis()
@@ -207,10 +207,10 @@ def trust(_, estimated: Estimate, counts: guard.Counts) -> guard.Verdict:
   return guard.Verdict(estimated.gradient, norms, jnp.array(True), counts)
 
 
-def dense_step(trainer: Trainer, params: Any) -> Any:
+def dense_step(train_step: TrainStep, params: Any) -> Any:
   """What one would write with flax and optax alone: the traced step and its state."""
-  o = trainer.config.opt
-  model = Transformer(model_config(trainer.config, len(unembedding(params))))
+  o = train_step.config.opt
+  model = Transformer(model_config(train_step.config, len(unembedding(params))))
   optimizer = optax.adamw(1e-3, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay)
 
   def step(state, batch):
@@ -227,7 +227,7 @@ def dense_step(trainer: Trainer, params: Any) -> Any:
     return (optax.apply_updates(params, updates), opt_state), {"train/loss": loss}
 
   state = params, optimizer.init(params)
-  return jax.jit(step, donate_argnums=0).trace(state, trainer.abstract_batch()), state
+  return jax.jit(step, donate_argnums=0).trace(state, train_step.abstract_batch()), state
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -13,7 +13,7 @@ from helpers.training import CONFIG, ROOT
 from nanosam import config as config_lib
 from nanosam.model import sharding
 from nanosam.run import flops, footprint, hlo
-from nanosam.run.step import Trainer
+from nanosam.run.step import TrainStep
 from nanosam.system.errors import UsageError
 
 GIB = 2**30
@@ -76,7 +76,7 @@ def test_collectives_count_as_often_as_their_loops_run():
 def test_scanned_layers_gather_their_parameters_each_time(tiny_config):
   def gathered(layers):
     tiny_config.model.update(N=layers, scan_layers=True)
-    compiled = Trainer(tiny_config, 96, sharding.make_mesh(1, 8)).trace().lower().compile()
+    compiled = TrainStep(tiny_config, 96, sharding.make_mesh(1, 8)).trace().lower().compile()
     return hlo.bytes_by_kind(hlo.collectives(compiled.as_text()))["all-gather"]
 
   D, F = tiny_config.model.D, tiny_config.model.F
@@ -92,13 +92,13 @@ def test_a_plan_of_this_machine(commands):
   facts = json.loads(found.out)
   c = config_lib.load(f"{CONFIG}:method=sam")
   c.grad_accumulation_steps = 2
-  trainer = Trainer(c, c.data.vocab_size, sharding.make_mesh(1, 4, jax.devices()[:4]))
+  train_step = TrainStep(c, c.data.vocab_size, sharding.make_mesh(1, 4, jax.devices()[:4]))
   assert facts["method"] == "sam" and facts["topology"] == "cpu:4" and facts["fits"] is True
-  assert facts["flops_per_device"] == flops.count(trainer.trace().jaxpr) / 4
-  state = sum(map(footprint.shard_bytes, jax.tree.leaves(trainer.abstract_state)))
+  assert facts["flops_per_device"] == flops.count(train_step.trace().jaxpr) / 4
+  state = sum(map(footprint.shard_bytes, jax.tree.leaves(train_step.abstract_state)))
   batch = 8 // 4 * 32 * 3 * 4  # rows, length, three arrays of four bytes
   assert facts["argument_bytes_per_device"] == state + batch
-  m = trainer.trace().lower().compile().memory_analysis()
+  m = train_step.trace().lower().compile().memory_analysis()
   assert facts["temp_bytes_per_device"] >= m.temp_size_in_bytes > 0
   both = facts["argument_bytes_per_device"] + facts["temp_bytes_per_device"]
   assert facts["peak_bytes_per_device"] == both

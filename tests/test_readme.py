@@ -11,8 +11,8 @@ import sys
 from typing import NamedTuple
 
 import pytest
-from test_get_c4 import Server
 from helpers.training import ROOT
+from test_get_c4 import Server
 
 
 class Rule(NamedTuple):

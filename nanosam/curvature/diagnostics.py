@@ -6,7 +6,7 @@ from nanosam.curvature.products import PREFIXES, Surface, exact_net
 from nanosam.data.batch import Batch
 from nanosam.data.sources import Source
 from nanosam.optim import base
-from nanosam.run.step import Trainer, TrainState
+from nanosam.run.step import TrainState, TrainStep
 from nanosam.system.errors import UsageError
 
 TAU = "tau/logit"  # is in every record of a measurement
@@ -28,14 +28,14 @@ def validation_rows(source: Source, c: Any, rows: int, fewer: str) -> Batch:
 class Diagnostics:
   """Measures tau for a state; the training stream and the train step know nothing of it."""
 
-  def __init__(self, trainer: Trainer, source: Source):
-    c = trainer.config
+  def __init__(self, train_step: TrainStep, source: Source):
+    c = train_step.config
     net = exact_net(c, source.tokenizer.vocab_size)
     batch = validation_rows(
       source, c, c.diagnostics.batch_size, fewer="lower diagnostics.batch_size"
     )
     self._opt = c.opt
-    self._surface = Surface(net, [batch], trainer.mesh, c.grad_accumulation_steps)
+    self._surface = Surface(net, [batch], train_step.mesh, c.grad_accumulation_steps)
 
   def __call__(self, state: TrainState) -> dict[str, float]:
     (found,) = self._surface.taus(state.params, base.moments(state.opt_state), self._opt)

@@ -37,7 +37,7 @@ from nanosam import config as config_lib
 from nanosam.data.sources import source_of
 from nanosam.model import sharding
 from nanosam.run import flops
-from nanosam.run.step import Trainer
+from nanosam.run.step import TrainStep
 from nanosam.study import comparable, comparison, runs, sweep
 from nanosam.system.errors import UserError
 
@@ -374,7 +374,7 @@ def step_flops(c: ml_collections.ConfigDict, vocabulary: int) -> int:
   key = json.dumps(parts)  # what the count depends on: many runs share it
   if key not in _COUNTED:
     mesh = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
-    _COUNTED[key] = flops.count(Trainer(c, vocabulary, mesh).trace().jaxpr)
+    _COUNTED[key] = flops.count(TrainStep(c, vocabulary, mesh).trace().jaxpr)
   return _COUNTED[key]
 
 

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from nanosam import config as config_lib
 from nanosam.model import sharding
 from nanosam.run import flops, hlo
-from nanosam.run.step import Trainer
+from nanosam.run.step import TrainStep
 from nanosam.run.validate import check_devices
 from nanosam.system.errors import UsageError, UserError
 
@@ -110,17 +110,17 @@ def measure(
 ) -> Plan:
   mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp, devices)
   check_devices(c, sharding.shards(mesh))
-  trainer = Trainer(c, vocab_size, mesh)
-  traced = trainer.trace()
+  train_step = TrainStep(c, vocab_size, mesh)
+  traced = train_step.trace()
   start = time.monotonic()
-  memory, moved = compile_step(traced, trainer)
+  memory, moved = compile_step(traced, train_step)
   return Plan(
     method=c.opt.method,
     topology=topology,
     devices=len(devices),
     device_kind=devices[0].device_kind,
     mesh=dict(mesh.shape),
-    parameters=sum(x.size for x in jax.tree.leaves(trainer.abstract_params)),
+    parameters=sum(x.size for x in jax.tree.leaves(train_step.abstract_params)),
     vocab_size=vocab_size,
     argument_bytes_per_device=memory.arguments,
     temp_bytes_per_device=memory.temporaries,
@@ -134,7 +134,7 @@ def measure(
   )
 
 
-def compile_step(traced: Any, trainer: Trainer) -> tuple[Memory, dict[str, int] | None]:
+def compile_step(traced: Any, train_step: TrainStep) -> tuple[Memory, dict[str, int] | None]:
   """What the step needs, and what its collectives move; the latter only if it fits."""
   lowered = traced.lower()
   try:
@@ -144,11 +144,11 @@ def compile_step(traced: Any, trainer: Trainer) -> tuple[Memory, dict[str, int] 
     if peak is None:
       raise UserError(f"the compiler failed: {' '.join(str(e).split())[:500]}") from e
     arguments = sum(
-      map(shard_bytes, jax.tree.leaves((trainer.abstract_state, trainer.abstract_batch())))
+      map(shard_bytes, jax.tree.leaves((train_step.abstract_state, train_step.abstract_batch())))
     )
     return Memory(arguments, peak - arguments, peak), None
   arguments = compiled.memory_analysis().argument_size_in_bytes
-  peak = peak_bytes(compiled.memory_analysis(), trainer.mesh.devices.flat[0].platform)
+  peak = peak_bytes(compiled.memory_analysis(), train_step.mesh.devices.flat[0].platform)
   moved = hlo.bytes_by_kind(hlo.collectives(compiled.as_text()))
   return Memory(arguments, peak - arguments, peak), moved
 

@@ -21,7 +21,7 @@ from nanosam.run import runtime
 from nanosam.run import workdir as workdir_lib
 from nanosam.run.checkpoint import FOLDER, Checkpoints
 from nanosam.run.log import METRICS_FILE, read_metrics
-from nanosam.run.step import Trainer
+from nanosam.run.step import TrainStep
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, reaching
 
@@ -56,14 +56,14 @@ def load_run(
       "restore that data"
     )
   mesh = sharding.make_mesh(data=1, fsdp=-1)
-  trainer = Trainer(c, source.tokenizer.vocab_size, mesh)
-  wanted = {"params": trainer.abstract_state.params}
+  train_step = TrainStep(c, source.tokenizer.vocab_size, mesh)
+  wanted = {"params": train_step.abstract_state.params}
   if with_moments:
-    wanted["opt_state"] = trainer.abstract_state.opt_state
+    wanted["opt_state"] = train_step.abstract_state.opt_state
   state = checkpoints.restore_parts(wanted, number)
   checkpoints.close()
   moments = base.moments(state["opt_state"]) if with_moments else Moments()
-  return Loaded(c, source, trainer.net, state["params"], mesh, number, moments)
+  return Loaded(c, source, train_step.net, state["params"], mesh, number, moments)
 
 
 def _config(

@@ -53,7 +53,7 @@ def make_method(opt: ml_collections.ConfigDict, params: Params) -> Method:
   return Method(*methods.resolve(opt), opt, only_perturbed)
 
 
-class Trainer:
+class TrainStep:
   """Everything about one config that must be known before compiling its step."""
 
   def __init__(self, c: ml_collections.ConfigDict, vocab_size: int, mesh: Mesh):

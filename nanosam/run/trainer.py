@@ -25,7 +25,7 @@ from nanosam.run.evaluation import Evaluator, Stopped
 from nanosam.run.log import METRICS_FILE, FanOut, Writer, open_writers, read_metrics
 from nanosam.run.meter import Cost, Meter
 from nanosam.run.profiling import Profiler
-from nanosam.run.step import Trainer, TrainState
+from nanosam.run.step import TrainState, TrainStep
 from nanosam.run.validate import check_devices
 from nanosam.run.workdir import Workdir
 from nanosam.system import errors
@@ -43,7 +43,7 @@ def train(c: ml_collections.ConfigDict, workdir: Workdir, stop: StopRequest, hos
     source.check_length(
       L=c.model.L, batch_size=c.batch_size, steps=c.opt.num_train_steps, repeat=c.data.repeat
     )
-    run = Run(c, workdir, source, Trainer(c, source.tokenizer.vocab_size, mesh), stop, hosts)
+    run = Trainer(c, workdir, source, TrainStep(c, source.tokenizer.vocab_size, mesh), stop, hosts)
     if run.finished():
       run.say(f"{workdir} is finished: {run.at.step} steps, eval loss {run.at.last_eval_loss:.4f}")
       return
@@ -110,7 +110,7 @@ def refuse_finished(workdir: pathlib.Path) -> None:
     )
 
 
-class Run:
+class Trainer:
   """One run in one workdir."""
 
   def __init__(
@@ -118,12 +118,18 @@ class Run:
     c: ml_collections.ConfigDict,
     workdir: Workdir,
     source: Source,
-    trainer: Trainer,
+    train_step: TrainStep,
     stop: StopRequest,
     hosts: Hosts,
   ):
-    self.c, self.workdir, self.source, self.trainer, self.stop = c, workdir, source, trainer, stop
-    self.mesh, self.hosts, self.files = trainer.mesh, hosts, workdir.files
+    self.c, self.workdir, self.source, self.train_step, self.stop = (
+      c,
+      workdir,
+      source,
+      train_step,
+      stop,
+    )
+    self.mesh, self.hosts, self.files = train_step.mesh, hosts, workdir.files
     self.progress = Progress(c.opt.num_train_steps, None if hosts.first else open(os.devnull, "w"))
     self.say = self.progress.note
     self.stream = source.train_stream(
@@ -148,7 +154,7 @@ class Run:
     if self.hosts.first:
       self.check_workdir(steps)
     if self.checkpoints and steps:
-      if restored := self.checkpoints.restore_newest(self.trainer.abstract_state):
+      if restored := self.checkpoints.restore_newest(self.train_step.abstract_state):
         self.stream.restore(restored.run["data"])
         self.say(f"resuming {self.workdir} at step {restored.step}")
         found = dataclasses.asdict(position(self.files, restored.step))
@@ -156,7 +162,7 @@ class Run:
         return restored.state, at, Cost(**restored.run["cost"])
     if self.hosts.first:
       refuse_finished(self.files)
-    return self.trainer.init(self.c.seed), Position(), Cost()
+    return self.train_step.init(self.c.seed), Position(), Cost()
 
   def check_workdir(self, steps: list[int]) -> None:
     """Refuses to lose, or to mix up with something else, what the workdir holds."""
@@ -178,14 +184,14 @@ class Run:
     """Compiles the step and opens what the loop writes to."""
     c = self.c
     data = eval_set(self.source, c)
-    self.evaluator = Evaluator(self.trainer.net, data, c.eval_batch_size, self.mesh)
+    self.evaluator = Evaluator(self.train_step.net, data, c.eval_batch_size, self.mesh)
     devices = f"{self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
     self.say(f"{c.opt.method} on {devices}; compiling the step")
-    traced = self.trainer.trace()
+    traced = self.train_step.trace()
     flops_per_step = flops.count(traced.jaxpr)
     flops_unperturbed = flops.count(traced.jaxpr, branch=min)
     self.step_fn = traced.lower().compile()
-    params = self.trainer.abstract_params
+    params = self.train_step.abstract_params
     facts = {
       "parameters": int(parameter_overview.count_parameters(params)),
       "non_embedding_parameters": non_embedding_count(params),
@@ -207,7 +213,7 @@ class Run:
     peak = flops.peak_flops(self.mesh.devices.flat[0].device_kind)
     self.flops = {True: flops_per_step, False: flops_unperturbed}  # by whether rho > 0
     self.spikes = health.SpikeDetector(c.guard.spike)
-    self.diagnostics = Diagnostics(self.trainer, self.source) if c.diagnostics.every else None
+    self.diagnostics = Diagnostics(self.train_step, self.source) if c.diagnostics.every else None
     steps_to_trace = c.profile_steps if self.hosts.first else ""
     self.profiler = Profiler(self.files, steps_to_trace, say=self.say)
     self.meter = Meter(self.cost, peak * self.mesh.size if peak else None)  # last: it starts now
@@ -289,7 +295,7 @@ class Run:
   def bad_step(self, pending: Pending, metrics: dict[str, Any]) -> errors.UserError:
     self.writers.write(pending.step, metrics)
     text = health.report(
-      pending.step, metrics, self.trainer.net, self.state.params, pending.batch, self.mesh
+      pending.step, metrics, self.train_step.net, self.state.params, pending.batch, self.mesh
     )
     if self.checkpoints:
       self.checkpoints.wait()

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 import pytest
 from conftest import random_batch
-from test_methods import V, hidden, loss_fn, make_method, scaled, setting, toy
 from helpers.training import ROOT
+from test_methods import V, hidden, loss_fn, make_method, scaled, setting, toy
 
 from nanosam.curvature import products
 from nanosam.curvature.products import FUNCTIONAL, GAUSS_NEWTON, HESSIAN, Surface
@@ -25,7 +25,7 @@ from nanosam.optim.direction import Moments
 from nanosam.optim.gradient import estimate
 from nanosam.optim.passes import Passes
 from nanosam.run import flops
-from nanosam.run.step import Trainer
+from nanosam.run.step import TrainStep
 
 PATHS = {"H": HESSIAN, "HG": GAUSS_NEWTON, "HF": FUNCTIONAL}
 
@@ -148,8 +148,8 @@ def test_no_product_holds_all_logits():
 def test_a_hessian_product_costs_what_it_should(tiny_config):
   """Of three products of matrices each has two tangents, and two are needed themselves: 8/3."""
   mesh = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
-  trainer = Trainer(tiny_config, V, mesh)
-  passes = Passes(trainer.net, trainer.init(0).params, random_batch(0, 8, 12, V))
+  train_step = TrainStep(tiny_config, V, mesh)
+  passes = Passes(train_step.net, train_step.init(0).params, random_batch(0, 8, 12, V))
   gradient = flops.count(jax.make_jaxpr(lambda: passes.plain()[1])())
   for path, most in ((HESSIAN, 2.75), (GAUSS_NEWTON, 2.35), (FUNCTIONAL, 3.4)):
     jaxpr = jax.make_jaxpr(lambda v, path=path: products.product(passes, path, v))(passes.params)
@@ -325,7 +325,7 @@ def model(tiny_config):
   vocab = 96
   tiny_config.model.D = 12
   one = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
-  state = Trainer(tiny_config, vocab, one).init(0)
+  state = TrainStep(tiny_config, vocab, one).init(0)
   batches = [jax.tree.map(np.asarray, random_batch(i, 8, 12, vocab)) for i in range(2)]
   net = products.exact_net(tiny_config, vocab)
 

@@ -14,7 +14,7 @@ from nanosam.data.batch import Batch
 from nanosam.model import sharding
 from nanosam.optim.methods import METHODS
 from nanosam.run import cluster
-from nanosam.run.step import Trainer
+from nanosam.run.step import TrainStep
 from nanosam.system.signals import StopRequest
 
 VOCAB = 96
@@ -27,8 +27,8 @@ def train(method: str, shape: tuple[int, int] = (2, 4)) -> dict[str, np.ndarray]
   c.batch_size = 8
   c.opt.num_train_steps, c.opt.warmup_steps, c.opt.peak_learning_rate = 8, 2, 1e-2
   mesh = sharding.make_mesh(*shape)
-  trainer = Trainer(c, VOCAB, mesh)
-  state, step = trainer.init(c.seed), trainer.trace().lower().compile()
+  train_step = TrainStep(c, VOCAB, mesh)
+  state, step = train_step.init(c.seed), train_step.trace().lower().compile()
   rows = sharding.local_rows(mesh, c.batch_size)
   mine = slice(rows.start, rows.stop)
   losses = []

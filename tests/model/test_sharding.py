@@ -6,7 +6,7 @@ from conftest import random_batch
 from jax.sharding import PartitionSpec as P
 
 from nanosam.model import sharding
-from nanosam.run.step import Trainer
+from nanosam.run.step import TrainStep
 from nanosam.system.errors import UsageError
 
 VOCAB = 96
@@ -15,8 +15,8 @@ VOCAB = 96
 def train(c, mesh_shape, steps=3, n_devices=8):
   """Losses of a few steps, and the final state, on a mesh of the first devices."""
   mesh = sharding.make_mesh(*mesh_shape, devices=jax.devices()[:n_devices])
-  trainer = Trainer(c, VOCAB, mesh)
-  state, step, losses = trainer.init(c.seed), trainer.trace().lower().compile(), []
+  train_step = TrainStep(c, VOCAB, mesh)
+  state, step, losses = train_step.init(c.seed), train_step.trace().lower().compile(), []
   for i in range(steps):
     batch = sharding.to_devices(
       jax.tree.map(np.asarray, random_batch(i, c.batch_size, c.model.L, VOCAB)), mesh

@@ -17,17 +17,17 @@ from nanosam.optim.gradient import Estimate
 from nanosam.optim.methods import METHODS
 from nanosam.optim.passes import Passes
 from nanosam.run import flops
-from nanosam.run.step import Trainer
+from nanosam.run.step import TrainStep
 from nanosam.run.validate import validate
 from nanosam.system.errors import UsageError
 
 VOCAB = 64
 
 
-def make_trainer(c, devices=1):
+def make_step(c, devices=1):
   validate(c)
   mesh = sharding.make_mesh(1, -1, devices=jax.devices()[:devices])
-  return Trainer(c, VOCAB, mesh)
+  return TrainStep(c, VOCAB, mesh)
 
 
 def batches(c, mesh, n, change=lambda i, b: b):
@@ -37,10 +37,10 @@ def batches(c, mesh, n, change=lambda i, b: b):
 
 
 def steps(c, n=3, devices=1, change=lambda i, b: b, start=lambda state: state):
-  trainer = make_trainer(c, devices)
-  state, step = start(trainer.init(0)), trainer.trace().lower().compile()
+  train_step = make_step(c, devices)
+  state, step = start(train_step.init(0)), train_step.trace().lower().compile()
   history = []
-  for batch in batches(c, trainer.mesh, n, change):
+  for batch in batches(c, train_step.mesh, n, change):
     state, metrics = step(state, batch)
     history.append(jax.device_get(metrics))
   return jax.device_get(state), history
@@ -50,26 +50,26 @@ def test_adamw_is_optax_adamw_with_the_configs_settings(tiny_config):
   c = tiny_config
   c.opt.update(weight_decay=0.3, clip_by_global_norm=0.01, b2=0.9, eps=1e-6)
   state, _ = steps(c)
-  trainer = make_trainer(c)
+  train_step = make_step(c)
   rate = schedules.learning_rate(c.opt)
   tx = optax.chain(
     optax.clip_by_global_norm(0.01),
     optax.adamw(rate, b1=0.9, b2=0.9, eps=1e-6, weight_decay=0.3),
   )
-  params = trainer.init(0).params
+  params = train_step.init(0).params
   opt_state = tx.init(params)
 
   @jax.jit
   def reference(params, opt_state, batch):
     def loss(p):
-      logits = jnp.einsum("bld,vd->blv", trainer.net.hidden(p, batch), p["embed"])
+      logits = jnp.einsum("bld,vd->blv", train_step.net.hidden(p, batch), p["embed"])
       nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets_BxL)
       return jnp.sum(nll * batch.weights_BxL) / jnp.sum(batch.weights_BxL)
 
     updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
-  for batch in batches(c, trainer.mesh, 3):
+  for batch in batches(c, train_step.mesh, 3):
     params, opt_state = reference(params, opt_state, batch)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), state.params, params)
 
@@ -88,10 +88,10 @@ def test_every_base_learns(tiny_config, name):
 def test_weight_decay_is_decoupled_and_masked(tiny_config, name):
   c = tiny_config
   c.opt.update(base=name, weight_decay=0.5, weight_decay_params="mlp")
-  trainer = make_trainer(c)
-  params = trainer.init(0).params
+  train_step = make_step(c)
+  params = train_step.init(0).params
   zero = optax.tree.zeros_like(params)
-  updates, _ = trainer.base.update(zero, trainer.base.init(params), params)
+  updates, _ = train_step.base.update(zero, train_step.base.init(params), params)
   rate = float(schedules.learning_rate(c.opt)(0))
   mlp, rest = updates["layer_0"]["mlp"]["up"]["kernel"], updates["layer_0"]["attention"]
   np.testing.assert_allclose(mlp, -rate * 0.5 * params["layer_0"]["mlp"]["up"]["kernel"], rtol=1e-5)
@@ -144,9 +144,9 @@ def test_scheduled_zero_follows_adamw_until_it_ends(tiny_config):
   c.opt.num_train_steps = 50
   plain, _ = steps(c, 40)
   c.opt.update(method="func_sam", rho=0.5, rho_schedule="piecewise", rho_pieces="0.8:1")
-  trainer = make_trainer(c)
-  state, step = trainer.init(0), trainer.trace().lower().compile()
-  for i, batch in enumerate(batches(c, trainer.mesh, 42)):
+  train_step = make_step(c)
+  state, step = train_step.init(0), train_step.trace().lower().compile()
+  for i, batch in enumerate(batches(c, train_step.mesh, 42)):
     if i == 40:
       jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
@@ -177,16 +177,16 @@ def test_stacking_the_layers_changes_no_method(tiny_config):
   c.opt.update(method="asam", rho=0.5)
   losses = []
   for c.model.scan_layers in (False, True):
-    trainer = make_trainer(c)
-    state = trainer.init(0)
+    train_step = make_step(c)
+    state = train_step.init(0)
     if not losses:
       same = jax.device_get(state.params)
       layers = [same.pop(f"layer_{i}") for i in range(c.model.N)]
       same[STACKED] = jax.tree.map(lambda *x: np.stack(x), *layers)
     else:
-      state = state.replace(params=jax.device_put(same, trainer.state_shardings.params))
-    step = trainer.trace().lower().compile()
-    losses.append(step(state, next(batches(c, trainer.mesh, 1)))[1]["train/loss_perturbed"])
+      state = state.replace(params=jax.device_put(same, train_step.state_shardings.params))
+    step = train_step.trace().lower().compile()
+    losses.append(step(state, next(batches(c, train_step.mesh, 1)))[1]["train/loss_perturbed"])
   np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
@@ -213,7 +213,7 @@ def test_metrics_of_a_perturbed_step(tiny_config):
   c.opt.update(method="precond_func_sam", rho=0.3, log_gradient_cosine=True)
   _, history = steps(c, 1)
   m = history[0]
-  count = sum(x.size for x in jax.tree.leaves(make_trainer(c).abstract_params))
+  count = sum(x.size for x in jax.tree.leaves(make_step(c).abstract_params))
   np.testing.assert_allclose(m["opt/eps_norm"], 0.3, rtol=1e-5)
   np.testing.assert_allclose(m["opt/eps_rms"], 0.3 / count**0.5, rtol=1e-5)
   shares = [v for name, v in m.items() if name.startswith("eps_share/")]
@@ -224,8 +224,8 @@ def test_metrics_of_a_perturbed_step(tiny_config):
 def test_how_much_of_eps_survives_a_bf16_second_pass(tiny_config):
   c = tiny_config
   c.opt.update(method="precond_func_sam", perturbed_dtype="bfloat16")
-  trainer = make_trainer(c)
-  params = jax.tree.map(np.asarray, trainer.init(0).params)
+  train_step = make_step(c)
+  params = jax.tree.map(np.asarray, train_step.init(0).params)
 
   def cosine(rho):
     c.opt.rho = rho
@@ -243,7 +243,7 @@ def test_saved_and_evaluated_parameters_are_the_unperturbed_ones(tiny_config):
   c = tiny_config
   c.opt.update(method="precond_func_sam", rho=5.0, weight_decay=0.0)
   c.opt.update(peak_learning_rate=0.0, init_learning_rate=0.0, final_learning_rate=0.0)
-  start = jax.device_get(make_trainer(c).init(0).params)
+  start = jax.device_get(make_step(c).init(0).params)
   state, history = steps(c, 2)
   assert history[0]["opt/eps_norm"] > 4.9
   jax.tree.map(np.testing.assert_array_equal, state.params, start)
@@ -307,14 +307,14 @@ def test_flops_of_a_step_are_the_books(tiny_config):
   c.head.chunk = m.L // 2
   b = m.N * (8 * m.D**2 + 4 * m.D * m.F + 4 * m.L * m.D)
   u = 2 * m.D * VOCAB
-  adamw = flops.count(make_trainer(c).trace().jaxpr)
+  adamw = flops.count(make_step(c).trace().jaxpr)
   assert adamw == 3 * (b + u) * tokens
   c.opt.method = "sam"
-  assert flops.count(make_trainer(c).trace().jaxpr) == 2 * adamw
+  assert flops.count(make_step(c).trace().jaxpr) == 2 * adamw
   c.opt.method, c.head.residual = "func_sam", "store"
-  assert flops.count(make_trainer(c).trace().jaxpr) == (6 * b + 5 * u) * tokens
+  assert flops.count(make_step(c).trace().jaxpr) == (6 * b + 5 * u) * tokens
   c.head.residual = "recompute"
-  assert flops.count(make_trainer(c).trace().jaxpr) == 2 * adamw
+  assert flops.count(make_step(c).trace().jaxpr) == 2 * adamw
 
 
 @pytest.mark.parametrize("method", ["adamw", "sam", "precond_func_sam"])
@@ -325,7 +325,7 @@ def test_no_buffer_of_all_logits_in_the_compiled_step(tiny_config, method):
 
   def largest(chunk):
     c.head.chunk = chunk
-    text = Trainer(c, vocabulary, mesh).trace().lower().compile().as_text()
+    text = TrainStep(c, vocabulary, mesh).trace().lower().compile().as_text()
     shapes = re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", text)
     return max(math.prod(map(int, s.split(","))) for s in shapes)
 
@@ -390,7 +390,7 @@ def test_guard_sees_one_bad_entry_of_a_gradient_behind_a_finite_loss(
 
   c = tiny_config
   monkeypatch.setattr(Passes, "plain", spoiled)
-  start = jax.device_get(make_trainer(c, devices).init(0).params)
+  start = jax.device_get(make_step(c, devices).init(0).params)
   state, history = steps(c, 1, devices)
   assert np.isfinite(history[0]["train/loss"])
   assert history[0]["guard/nonfinite"] == 1
@@ -406,7 +406,7 @@ def test_a_second_pass_that_alone_goes_wrong(tiny_config, policy):
   plain, _ = steps(c, 1)
   c.opt.update(method="sam", rho=1e38)
   c.guard.perturbed = policy
-  start = make_trainer(c).init(0)
+  start = make_step(c).init(0)
   state, history = steps(c, 1)
   assert history[0]["guard/perturbed_nonfinite"] == 1
   assert history[0]["guard/nonfinite"] == 0
@@ -428,7 +428,7 @@ def test_a_bad_gradient_where_rho_is_scheduled_to_be_zero_is_no_second_pass(
   c.opt.update(method="sam", rho=0.5, rho_schedule="piecewise", rho_pieces="0.8:1")
   c.guard.update(policy="skip", perturbed=perturbed)
   monkeypatch.setattr(Passes, "plain", spoiled)
-  start = jax.device_get(make_trainer(c).init(0).params)
+  start = jax.device_get(make_step(c).init(0).params)
   state, history = steps(c, 1)
   assert history[0]["guard/nonfinite"] == 1 and history[0]["guard/perturbed_nonfinite"] == 0
   jax.tree.map(np.testing.assert_array_equal, state.params, start)
@@ -458,14 +458,14 @@ def test_schedules_go_by_the_updates_that_were_made(tiny_config):
 def test_a_pattern_that_matches_no_parameter_is_refused(tiny_config, key):
   tiny_config.opt[key.removeprefix("opt.")] = "kernal"
   with pytest.raises(UsageError, match=f"{key}=kernal matches no parameter; .*out_norm/scale"):
-    make_trainer(tiny_config)
+    make_step(tiny_config)
 
 
 def test_zero_gradient_from_a_fresh_state_is_only_decay(tiny_config):
   c = tiny_config
   c.opt.update(method="precond_func_sam", rho=0.5)
   empty = lambda i, b: b._replace(weights_BxL=b.weights_BxL * 0)  # noqa: E731
-  before = make_trainer(c).init(0).params
+  before = make_step(c).init(0).params
   state, history = steps(c, 1, change=empty)
   rate = float(schedules.learning_rate(c.opt)(0))
   assert history[0]["guard/no_perturbation"] == 1 and history[0]["guard/nonfinite"] == 0

@@ -2,8 +2,8 @@ import json
 import sys
 
 import pytest
-from test_compare import write_run
 from helpers.training import ROOT
+from test_compare import write_run
 
 from nanosam import config as config_lib
 from nanosam.system.errors import UsageError, UserError

@@ -12,8 +12,8 @@ import sys
 import pytest
 from helpers.browser import Browser
 from helpers.made_up_runs import write_full_run, write_study
-from test_compare import write_run
 from helpers.training import ROOT
+from test_compare import write_run
 
 from nanosam.study import comparison, runs
 from nanosam.system.errors import UsageError, UserError

@@ -7,8 +7,8 @@ import time
 
 import pytest
 from helpers.object_store import ObjectStore, Refused
-from test_cluster import Pair, assert_close
 from helpers.training import CONFIG, Commands, assert_same_run
+from test_cluster import Pair, assert_close
 
 from nanosam.data.embedded import build_embedded
 from nanosam.run import bucket

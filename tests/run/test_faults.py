@@ -9,8 +9,8 @@ import shutil
 import subprocess
 
 import pytest
-from test_writers import wandb_exit_code
 from helpers.training import CONFIG, assert_same_run, steps
+from test_writers import wandb_exit_code
 
 from nanosam.run import workdir as workdir_lib
 from nanosam.run.log import read_metrics
