@@ -337,11 +337,10 @@ def _record_pieces(path: str, file: IO[bytes], frames: _Frames) -> Iterator[Piec
 
 
 def _example_texts(piece: Piece, text_field: str) -> Iterator[tuple[int, str | _Bad]]:
-  records = [(number, record or b"") for number, record in _unframed(piece)]
-  data = [record[: -_CRC.size] for _, record in records]
-  sums = tfrecord.crc32c(data)
-  for (number, record), example, crc in zip(records, data, sums, strict=True):
-    if _CRC.unpack(record[-_CRC.size :])[0] != tfrecord.masked(crc):
+  for number, record in _unframed(piece):
+    assert record is not None
+    example, crc = record[: -_CRC.size], record[-_CRC.size :]
+    if _CRC.pack(tfrecord.masked_crc32c(example)) != crc:
       yield number, _Bad("the record's checksum does not match")
     else:
       yield number, _example_text(example, text_field)
