@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 import tensorflow_datasets as tfds
+from helpers.tfrecords import frame
 
 from nanosam.data import prepare
 from nanosam.data.benchmark import tree_bytes
@@ -289,7 +290,7 @@ def test_every_format_gives_the_same_store(inputs, prepared, tmp_path):
   folder = tmp_path / "in"
   folder.mkdir()
   pq.write_table(pa.table({"body": TRAIN[:150]}), folder / "a.parquet")
-  records = (tfrecord.frame(tfrecord.text_example("body", t.encode())) for t in TRAIN[150:300])
+  records = (frame(tfrecord.text_example("body", t.encode())) for t in TRAIN[150:300])
   (folder / "b.tfrecord-00000-of-00001").write_bytes(b"".join(records))
   (folder / "c.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in TRAIN[300:399]))
   (folder / "d.txt").write_text(TRAIN[399])

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.streams import B, L, assert_same, stream, take
+from helpers.tfrecords import frame
 
 from nanosam.data import prepare, tfds
 from nanosam.data.preparation import tfrecord
@@ -239,7 +240,7 @@ def test_tfrecord_form_is_told_how_to_convert_and_that_works(directory, tmp_path
   place = tmp_path / "c4/en/3.1.0"
   place.mkdir(parents=True)
   for split, texts in (("train", TRAIN), ("validation", VALIDATION)):
-    data = b"".join(tfrecord.frame(tfrecord.text_example("text", t.encode())) for t in texts)
+    data = b"".join(frame(tfrecord.text_example("text", t.encode())) for t in texts)
     (place / f"c4-{split}.tfrecord-00000-of-00001").write_bytes(data)
   made = directory / "text/1.0.0"
   shutil.copy(made / "features.json", place)
