@@ -19,7 +19,7 @@ import psutil
 import sentencepiece
 
 from nanosam.data import embedded
-from nanosam.data.batch import Reading
+from nanosam.data.batch import StreamOptions
 from nanosam.data.preparation import formats
 from nanosam.data.preparation.inputs import expand
 from nanosam.data.sources import open_source
@@ -133,7 +133,7 @@ class Bench:
   def _read(self, kind: str, workers: int) -> float:
     source = open_source(f"{kind}:{self._stores[0]}", vocab_size=0, cache_dir="")
     everything = range(_BATCH_SIZE)
-    stream = source.train_stream(Reading(_LENGTH, _BATCH_SIZE, everything, workers=workers))
+    stream = source.train_stream(StreamOptions(_LENGTH, _BATCH_SIZE, everything, workers=workers))
     next(stream)  # with the workers' start
     started = time.perf_counter()
     for _ in range(_BATCHES[kind]):

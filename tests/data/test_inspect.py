@@ -98,7 +98,7 @@ def test_verify_finds_a_flipped_bit(directory, capsys, name):
 
 
 def test_bad_requests(directory):
-  with pytest.raises(UsageError, match="nothing to look at"):
+  with pytest.raises(UsageError, match="nothing to inspect"):
     inspect.main(["inspect"])
   with pytest.raises(UsageError, match="unrecognized arguments: --sorce"):
     inspect.main(["inspect", "--sorce=x"])

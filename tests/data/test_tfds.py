@@ -131,7 +131,7 @@ def test_hosts_resume_from_one_merged_state(source):
   for s, e in zip(again, expected, strict=True):
     s.restore(merged)
     assert_same([next(s)], [e])
-  with pytest.raises(UserError, match="lacks the data position of host 1"):
+  with pytest.raises(UserError, match="has no data position for host 1"):
     again[1].restore(again[0].state())
   for s in (*streams, *again):
     s.close()
@@ -190,7 +190,7 @@ def test_validation_is_that_of_the_token_store(directory, source, rows):
 
 
 def test_validation_rows_that_hold_no_document(source):
-  with pytest.raises(UserError, match="hold no validation document; the first needs"):
+  with pytest.raises(UserError, match=r"no validation document fits in .*; the first needs"):
     source.validation(L=2, rows=1, mask_documents=False)
 
 
@@ -215,9 +215,7 @@ def test_a_name_that_is_not_there(directory):
 
 def test_a_data_set_without_tokenizer(directory, tmp_path):
   shutil.copytree(directory / "text/1.0.0", tmp_path / "a/b/c")
-  with pytest.raises(
-    UsageError, match=r"brings no tokenizer\.model: name one with data\.tokenizer"
-  ):
+  with pytest.raises(UsageError, match=r"has no tokenizer\.model: name one with data\.tokenizer"):
     open_it(f"tfds:{tmp_path}/a/b/c")
 
 

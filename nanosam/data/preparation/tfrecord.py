@@ -4,63 +4,59 @@ A record in a file is: length (8 bytes), masked CRC of the length (4), data, mas
 (4), all little-endian.
 """
 
-import struct
 from collections.abc import Iterator
 from typing import IO
 
 import google_crc32c
 
-_HEADER = struct.Struct("<QI")
-_CRC = struct.Struct("<I")
-
-
-def masked_crc32c(data: bytes) -> int:
-  """The checksum that a TFRecord file stores: masked, so that data may itself contain CRCs."""
-  crc = google_crc32c.value(data)
-  return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
+CRC_BYTES = 4
+_LENGTH_BYTES = 8
 
 # ---- Frames --------------------------------------------------------------------------------------
 
 
 class DamagedRecord(ValueError):
-  """The rest of the file cannot be trusted: where the next record begins is unknown."""
+  """The rest of the file is unreadable: nobody knows where the next record begins."""
 
 
-def frames(file: IO[bytes], max_bytes: int) -> Iterator[tuple[bytes | None, int]]:
-  """(data, stored masked CRC of it) of each record; None for data above `max_bytes`."""
-  while header := file.read(_HEADER.size):
-    if len(header) < _HEADER.size:
-      raise DamagedRecord("the file ends within a record")
-    length, length_crc = _HEADER.unpack(header)
-    if masked_crc32c(header[:8]) != length_crc:
+def masked_crc32c(data: bytes) -> bytes:
+  """The checksum that a TFRecord file stores: masked, because data may contain CRCs themselves."""
+  crc = google_crc32c.value(data)
+  masked = (crc >> 15 | crc << 17) + 0xA282EAD8
+  return (masked & 0xFFFFFFFF).to_bytes(CRC_BYTES, "little")
+
+
+def frames(file: IO[bytes], max_bytes: int) -> Iterator[tuple[bytes | None, bytes]]:
+  """Data and stored checksum of each record; None instead of data above `max_bytes`."""
+  while head := file.read(_LENGTH_BYTES):
+    crc = _read(file, CRC_BYTES)
+    if masked_crc32c(head) != crc:
       raise DamagedRecord("the checksum of the record's length does not match")
-    data = _read(file, length, keep=length <= max_bytes)
-    tail = file.read(_CRC.size)
-    if len(tail) < _CRC.size:
-      raise DamagedRecord("the file ends within a record")
-    yield data, _CRC.unpack(tail)[0]
+    length = int.from_bytes(head, "little")
+    data = None
+    if length <= max_bytes:
+      data = _read(file, length)
+    else:
+      _skip(file, length)
+    yield data, _read(file, CRC_BYTES)
 
 
-def _read(file: IO[bytes], length: int, keep: bool) -> bytes | None:
-  if keep:
-    data = file.read(length)
-    if len(data) < length:
-      raise DamagedRecord("the file ends within a record")
-    return data
+def _read(file: IO[bytes], length: int) -> bytes:
+  data = file.read(length)
+  if len(data) < length:
+    raise DamagedRecord("the file ends within a record")
+  return data
+
+
+def _skip(file: IO[bytes], length: int) -> None:
   while length > 0:
-    skipped = len(file.read(min(length, 1 << 20)))
-    if not skipped:
-      raise DamagedRecord("the file ends within a record")
-    length -= skipped
-  return None
+    length -= len(_read(file, min(length, 1 << 20)))
 
 
 def frame(data: bytes) -> bytes:
   """A record as it stands in a file."""
-  length = struct.pack("<Q", len(data))
-  length_crc, data_crc = (_CRC.pack(masked_crc32c(x)) for x in (length, data))
-  return length + length_crc + data + data_crc
+  length = len(data).to_bytes(_LENGTH_BYTES, "little")
+  return length + masked_crc32c(length) + data + masked_crc32c(data)
 
 
 # ---- Protobuf ------------------------------------------------------------------------------------
@@ -92,7 +88,7 @@ def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
     if wire_type == BYTES:
       length, at = _read_varint(message, at)
       if at + length > len(message):
-        raise ValueError("a field reaches past the end of the record")
+        raise ValueError("a field extends past the end of the record")
       if key >> 3 == wanted:
         yield message[at : at + length]
       at += length
@@ -108,7 +104,7 @@ def _read_varint(message: bytes, at: int) -> tuple[int, int]:
   n = shift = 0
   while True:
     if at >= len(message) or shift > 63:
-      raise ValueError("a number without end")
+      raise ValueError("an endless number")
     byte = message[at]
     n |= (byte & 0x7F) << shift
     at += 1
@@ -124,7 +120,7 @@ def _read_varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def example_features(record: bytes) -> dict[str, list[bytes] | None]:
-  """Name to values of each feature; None for one that holds numbers instead of bytes."""
+  """The values of each feature by name; None for a feature of numbers."""
   features: dict[str, list[bytes] | None] = {}
   for entry in _fields(b"".join(_fields(record, 1)), 1):
     name = b"".join(_fields(entry, 1)).decode()
@@ -135,7 +131,7 @@ def example_features(record: bytes) -> dict[str, list[bytes] | None]:
 
 
 def text_example(name: str, text: bytes) -> bytes:
-  """A tf.Example of one bytes feature."""
+  """A tf.Example with one bytes feature."""
   feature = field(1, BYTES, field(1, BYTES, text))
   entry = field(1, BYTES, name.encode()) + field(2, BYTES, feature)
   return field(1, BYTES, field(1, BYTES, entry))
