@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 from nanosam.data.batch import Batch
 from nanosam.model import sharding
+from nanosam.model.language_model import LanguageModel
 from nanosam.model.transformer import Params
 from nanosam.optim.guard import Counts, must_abort
-from nanosam.optim.passes import Net
 from nanosam.run.evaluation import row_sums
 from nanosam.system.errors import UserError
 
@@ -24,12 +24,17 @@ def check(guard: Any, metrics: Mapping[str, Any]) -> bool:
 
 
 def report(
-  step: int, metrics: Mapping[str, Any], net: Net, params: Params, batch: Batch, mesh: Mesh
+  step: int,
+  metrics: Mapping[str, Any],
+  model: LanguageModel,
+  params: Params,
+  batch: Batch,
+  mesh: Mesh,
 ) -> str:
   """What is known of a bad step. The guard kept the parameters as they were before it."""
   with jax.set_mesh(mesh):
     nll_B, weight_B = jax.jit(
-      lambda p, b: row_sums(net, p, b), out_shardings=sharding.replicated(mesh)
+      lambda p, b: row_sums(model, p, b), out_shardings=sharding.replicated(mesh)
     )(params, sharding.to_devices(batch, mesh))
   bad = np.flatnonzero(~np.isfinite(np.asarray(nll_B) + np.asarray(weight_B)))
   where = f"batch rows {bad.tolist()}" if len(bad) else "no single row of the batch"

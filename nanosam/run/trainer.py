@@ -184,7 +184,7 @@ class Trainer:
     """Compiles the step and opens what the loop writes to."""
     c = self.c
     data = eval_set(self.source, c)
-    self.evaluator = Evaluator(self.train_step.net, data, c.eval_batch_size, self.mesh)
+    self.evaluator = Evaluator(self.train_step.model, data, c.eval_batch_size, self.mesh)
     devices = f"{self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
     self.say(f"{c.opt.method} on {devices}; compiling the step")
     traced = self.train_step.trace()
@@ -295,7 +295,7 @@ class Trainer:
   def bad_step(self, pending: Pending, metrics: dict[str, Any]) -> errors.UserError:
     self.writers.write(pending.step, metrics)
     text = health.report(
-      pending.step, metrics, self.train_step.net, self.state.params, pending.batch, self.mesh
+      pending.step, metrics, self.train_step.model, self.state.params, pending.batch, self.mesh
     )
     if self.checkpoints:
       self.checkpoints.wait()

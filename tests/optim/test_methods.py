@@ -1,8 +1,6 @@
 """The family against exact statements: closed forms, limits, identities."""
 
-import functools
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,91 +8,32 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from conftest import random_batch
+from helpers.toy import (
+  B,
+  D,
+  V,
+  grad,
+  loss_fn,
+  make_method,
+  run,
+  scaled,
+  setting,
+  settings,
+  toy,
+)
 
 from nanosam.data.batch import Batch
 from nanosam.optim import base, methods
 from nanosam.optim.direction import Moments, denominator, perturbation
-from nanosam.optim.gradient import Method, estimate, estimate_by_group
-from nanosam.optim.passes import Net, Passes
+from nanosam.optim.gradient import Recipe, estimate
+from nanosam.optim.passes import Passes
 from nanosam.run import flops
 
-B, L, D, F, V = 4, 6, 5, 7, 30
 PERTURBING = [name for name in methods.METHODS if name != "adamw"]
-
-
-def settings(method, **changes):
-  defaults = dict(
-    method=method, base="adamw", b1=0.9, b2=0.98, eps=1e-9, phi=math.pi / 4, angle_form="exact",
-    precond_variant="post", precond_power=1.0, asam_eta=0.01, momentum_sign=1.0,
-    perturbed_dtype="float32",
-  )  # fmt: skip
-  return SimpleNamespace(**defaults | changes)
-
-
-def make_method(name, **changes):
-  opt = settings(name, **changes)
-  return Method(*methods.resolve(opt), opt, lambda tree: tree)
-
-
-def hidden(p, batch):
-  """Small, smooth, nonlinear in every parameter, with an embedding that the head uses too."""
-  x_BxLxD = p["embed"][batch.inputs_BxL] * p["scale"]
-  x_BxLxD += jnp.cumsum(jnp.tanh(x_BxLxD @ p["mlp"]["up"]) @ p["mlp"]["down"], axis=1)
-  return x_BxLxD
-
-
-def toy(**changes):
-  defaults = dict(hidden=hidden, hidden_perturbed=hidden, chunk=4, residual="recompute")
-  return Net(**defaults | changes)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def setting(tied=True):
-  """Parameters, a padded batch, and moments as after some training."""
-  shapes = {"embed": (V, D), "scale": (1, 1, D), "mlp": {"up": (D, F), "down": (F, D)}}
-  if not tied:
-    shapes["unembed"] = (V, D)
-  noise = lambda: jax.tree.map(  # noqa: E731
-    lambda s: jax.random.normal(next(keys), s), shapes, is_leaf=lambda s: isinstance(s, tuple)
-  )
-  keys = iter(jax.random.split(jax.random.key(0), 20))
-  params = jax.tree.map(lambda x: 0.5 * x, noise())
-  params["scale"] += 1
-  moments = Moments(noise(), jax.tree.map(lambda x: 0.01 * x**2, noise()), 7)
-  return params, random_batch(0, B, L, V), moments
-
-
-def run(name, params, batch, moments, rho, *, net=None, micro=1, group=0, **changes):
-  method = make_method(name, **changes)
-  net = net or toy()
-
-  @jax.jit
-  def go(params, batch, moments):
-    passes = Passes(net, params, batch, micro)
-    if group:
-      return estimate_by_group(method, passes, moments, rho, group)
-    return estimate(method, passes, moments, rho)
-
-  return go(params, batch, moments)
-
-
-def loss_fn(params, batch, net=None):
-  h_BxLxD = (net or toy()).hidden(params, batch)
-  logits = jnp.einsum("bld,vd->blv", h_BxLxD, params.get("unembed", params["embed"]))
-  nll_BxL = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets_BxL)
-  return jnp.sum(nll_BxL * batch.weights_BxL) / jnp.sum(batch.weights_BxL)
-
-
-grad = jax.jit(jax.grad(loss_fn), static_argnums=2)
 
 
 def close(a, b, rtol=1e-9, atol=1e-12):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
-
-
-def scaled(direction, rho):
-  return jax.tree.map(lambda d: rho * d / optax.tree.norm(direction), direction)
 
 
 def add(a, b, factor=1.0):
@@ -154,9 +93,9 @@ def test_no_radius_gives_the_plain_gradient(x64, name):
 def test_a_scheduled_zero_skips_the_second_pass(x64):
   """At run time: the conditional holds all work of theta', and its other branch has no matmul."""
   params, batch, moments = setting()
-  method, net = make_method("func_sam"), toy()
+  method, model = make_method("func_sam"), toy()
   jaxpr = jax.make_jaxpr(
-    lambda rho: estimate(method, Passes(net, params, batch), moments, rho).gradient
+    lambda rho: estimate(method, Passes(model, params, batch), moments, rho).gradient
   )(0.1)
   (cond,) = [e for e in jaxpr.eqns if e.primitive.name == "cond"]
   texts = [str(branch) for branch in cond.params["branches"]]
@@ -202,8 +141,8 @@ def features(batch):
 def test_linear_model_has_no_functional_path(x64):
   W = jax.random.normal(jax.random.key(0), (V, V))
   params, batch = {"embed": W}, setting()[1]
-  net = toy(hidden=lambda p, b: features(b), hidden_perturbed=lambda p, b: features(b))
-  go = lambda name, rho: run(name, params, batch, Moments(), rho, net=net).gradient  # noqa: E731
+  model = toy(hidden=lambda p, b: features(b), hidden_perturbed=lambda p, b: features(b))
+  go = lambda name, rho: run(name, params, batch, Moments(), rho, model=model).gradient  # noqa: E731
   plain = go("adamw", 0.0)
   close(go("func_sam", 10.0), plain, rtol=0, atol=0)
   close(go("sam", 10.0), go("logit_sam", 10.0), rtol=1e-12)
@@ -217,9 +156,9 @@ def test_two_linear_layers_in_closed_form(x64):
   params = {"W1": jax.random.normal(keys[0], (V, D)), "embed": jax.random.normal(keys[1], (V, D))}
   batch = setting()[1]
   linear = lambda p, b: features(b) @ p["W1"]  # noqa: E731
-  net = toy(hidden=linear, hidden_perturbed=linear)
-  out = run("func_sam", params, batch, Moments(), rho, net=net).gradient
-  g = grad(params, batch, net)
+  model = toy(hidden=linear, hidden_perturbed=linear)
+  out = run("func_sam", params, batch, Moments(), rho, model=model).gradient
+  g = grad(params, batch, model)
   eps = scaled(g, rho)
   x, W2 = features(batch), params["embed"]
   z = x @ params["W1"] @ W2.T
@@ -263,8 +202,8 @@ def test_angles(x64):
 def test_chunks_stored_residuals_and_microbatches_change_nothing(x64, name, tied):
   params, batch, moments = setting(tied)
 
-  def go(micro=1, **net):
-    return run(name, params, batch, moments, 0.3, net=toy(**net), micro=micro).gradient
+  def go(micro=1, **model):
+    return run(name, params, batch, moments, 0.3, model=toy(**model), micro=micro).gradient
 
   expected = go(chunk=0)
   for kwargs in (dict(chunk=1, micro=2), dict(chunk=5, residual="store", micro=4)):
@@ -389,7 +328,7 @@ def test_masked_parameters_are_left_out_of_eps_and_of_its_norm(x64):
   params, batch, moments = setting()
   opt = settings("sam")
   covered = base.matching(params, "mlp")
-  method = Method(
+  method = Recipe(
     *methods.resolve(opt),
     opt,
     lambda tree: jax.tree.map(lambda x, yes: x if yes else jnp.zeros_like(x), tree, covered),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import random_batch
+from helpers.batches import random_batch
 
 from nanosam.model import sharding
 from nanosam.model.sharding import STACKED
@@ -62,7 +62,7 @@ def test_adamw_is_optax_adamw_with_the_configs_settings(tiny_config):
   @jax.jit
   def reference(params, opt_state, batch):
     def loss(p):
-      logits = jnp.einsum("bld,vd->blv", train_step.net.hidden(p, batch), p["embed"])
+      logits = jnp.einsum("bld,vd->blv", train_step.model.hidden(p, batch), p["embed"])
       nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets_BxL)
       return jnp.sum(nll * batch.weights_BxL) / jnp.sum(batch.weights_BxL)
 
