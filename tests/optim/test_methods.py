@@ -12,6 +12,7 @@ from helpers.toy import (
   B,
   D,
   V,
+  close,
   grad,
   loss_fn,
   make_method,
@@ -30,10 +31,6 @@ from nanosam.optim.passes import Passes
 from nanosam.run import flops
 
 PERTURBING = [name for name in methods.METHODS if name != "adamw"]
-
-
-def close(a, b, rtol=1e-9, atol=1e-12):
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
 
 
 def add(a, b, factor=1.0):
