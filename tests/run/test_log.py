@@ -23,7 +23,7 @@ from nanosam.run import log, tensorboard_events, wandb_process
 from nanosam.system import progress
 from nanosam.system.errors import UsageError, UserError
 
-RUN = {"name": "n", "group": "g", "tags": ["a", "b"], "job_type": "train", "project": "p"}
+RUN = {"name": "n", "group": "g", "tags": ["a", "b"], "project": "p"}
 
 
 @pytest.fixture(autouse=True)
@@ -304,7 +304,7 @@ def test_wandb_offline_run_and_its_resume(tmp_path):
   for records in (first, second):
     (run,) = of_type(records, "run")
     assert (run.run_id, run.display_name, run.run_group) == (run_id, "n", "g")
-    assert (run.job_type, run.project, list(run.tags)) == ("train", "p", ["a", "b"])
+    assert (run.project, list(run.tags)) == ("p", ["a", "b"])
     assert {u.key: u.value_json for u in run.config.update}["opt"] == '{"lr":0.1}'
     assert of_type(records, "exit")[0].exit_code == 0
     summary = {k: v for s in of_type(records, "summary") for k, v in items(s).items()}
