@@ -16,7 +16,7 @@ import pytest
 from helpers.training import CONFIG, ROOT, assert_same_run, losses, state, steps
 
 from nanosam import config as config_lib
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.run.restore import load_run
 
 

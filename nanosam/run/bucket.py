@@ -13,7 +13,6 @@ import concurrent.futures
 import contextlib
 import hashlib
 import json
-import os
 import pathlib
 import re
 import secrets
@@ -27,7 +26,7 @@ from etils import epath
 
 from nanosam.data.sources import default_cache_dir
 from nanosam.run.cluster import Hosts
-from nanosam.run.log import METRICS_FILE
+from nanosam.run.metrics_file import METRICS_FILE
 from nanosam.run.workdir import Workdir, claim, create
 from nanosam.system.errors import UsageError, UserError, say
 
@@ -184,7 +183,8 @@ class RemoteWorkdir(Workdir):
     super().__init__(place / uri.rstrip("/").rpartition("/")[2], epath.Path(uri))
     self._lease: Lease | None = None
     if hosts.first:
-      claim(create(os.fspath(place)))
+      create(place)
+      claim(place)
       with self._folder.trouble():
         self._lease = Lease(self._folder, place / OWNER)
         self._fetch()

@@ -1,17 +1,11 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard, W&B, behind one interface.
+"""Where a run's numbers go: metrics.jsonl, TensorBoard and W&B, behind one interface.
 
-metrics.jsonl is the record of truth: written in the caller's thread, and a failure to write it is
-an error. The others are for watching: each lives in a thread of its own, and may fail or hang
-without stopping or slowing the run.
-
-The record of step s stands beside the state after s updates: its evaluation is of that state, its
-loss, norms and rates are those that the s-th update was made with. A run that resumes from the
-checkpoint of step R keeps the records with step <= R and writes the later ones anew.
+metrics.jsonl is written in the caller's thread, and a failure to write it is an error. The others
+are for watching: each has a thread of its own, and may fail or hang without stopping or slowing the
+run.
 """
 
 import contextlib
-import json
-import math
 import os
 import pathlib
 import queue
@@ -20,20 +14,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
-from etils import epath
-
-from nanosam.run.tensorboard_events import TensorBoardWriter
+from nanosam.run.metrics_file import METRICS_FILE, JsonlWriter, Value
 from nanosam.run.wandb_process import WandbProcess
 from nanosam.system import errors
-from nanosam.system.errors import UsageError, UserError, first_line
-from nanosam.system.files import disk_errors, write_atomically
+from nanosam.system.errors import UsageError, first_line
 
-Value = float | int | str
 Say = Callable[[str], None]
-METRICS_FILE = "metrics.jsonl"
 WANDB_MODES = ("auto", "online", "offline", "disabled")
-# JSON has no such numbers. These spellings, as strings, keep each line readable by strict parsers.
-_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class Writer(Protocol):
@@ -63,18 +50,18 @@ def open_writers(
   """Opens every writer of a run (on process 0 only).
 
   `run` may hold name, group, tags, job_type, project, entity (for W&B). `resume_step` is the step
-  of the checkpoint the run goes on from; None starts from nothing, and drops older records.
+  of the checkpoint the run resumes from; None starts from scratch and drops older records.
   `say` shows one line to the user, from any thread.
   """
   if wandb not in WANDB_MODES:
     raise UsageError(f"unknown W&B mode {wandb!r}: choose one of {', '.join(WANDB_MODES)}")
-  workdir = pathlib.Path(workdir)
+  folder = pathlib.Path(workdir)
   last_step = -1 if resume_step is None else resume_step
-  writers: list[Writer] = [JsonlWriter(workdir / METRICS_FILE, last_step=last_step)]
+  writers: list[Writer] = [JsonlWriter(folder / METRICS_FILE, last_step=last_step)]
   if tensorboard:
     writers.append(
       Background(
-        lambda: TensorBoardWriter(workdir, first_step=last_step + 1),
+        lambda: TensorBoardWriter(folder, first_step=last_step + 1),
         name="TensorBoard",
         close_timeout=close_timeout,
         say=say,
@@ -84,7 +71,7 @@ def open_writers(
     writers.append(
       Background(
         lambda: WandbProcess(
-          workdir, mode=wandb, config=config, run=run, say=say, close_timeout=close_timeout
+          folder, mode=wandb, config=config, run=run, say=say, close_timeout=close_timeout
         ),
         name="W&B",
         close_timeout=close_timeout,
@@ -122,70 +109,51 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
   return {k: v.item() if hasattr(v, "item") else v for k, v in values.items()}
 
 
-class JsonlWriter:
-  """One JSON object per line, `step` first, in the file as soon as write() returns."""
+class TensorBoardWriter:
+  """Writes scalars to a new event file, which holds each record as soon as write() returns.
 
-  def __init__(self, path: str | os.PathLike[str], *, last_step: int):
-    self._path = pathlib.Path(path)
-    with disk_errors(self._path):
-      self._path.parent.mkdir(parents=True, exist_ok=True)
-      truncate_after(self._path, last_step)
-      self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+  tensorboardX's SummaryWriter would queue them for a thread of its own, which leaves records behind
+  when the process is killed and hangs when the disk is full. Its RecordWriter has no thread.
+  """
+
+  def __init__(self, folder: pathlib.Path, *, first_step: int):
+    """TensorBoard hides the points of earlier files from `first_step` on."""
+    import tensorboardX  # here, because it imports every cloud client that is installed
+    from tensorboardX.proto import event_pb2, summary_pb2
+
+    self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+    folder.mkdir(parents=True, exist_ok=True)
+    self._file = tensorboardX.RecordWriter(os.fspath(_new_events_file(folder)))
+    self._append(0, file_version="brain.Event:2")
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    self._append(first_step, session_log=start)
+
+  def _append(self, step: int, **content: Any) -> None:
+    event = self._event(wall_time=time.time(), step=step, **content)
+    self._file.write(event.SerializeToString())
+    self._file.flush()
 
   def write(self, step: int, values: Mapping[str, Value]) -> None:
-    record = {"step": step} | {k: _encode(v) for k, v in values.items() if k != "step"}
-    line = json.dumps(record, allow_nan=False).encode() + b"\n"
-    with disk_errors(self._path):
-      while line:  # one system call, unless the disk takes only a part of the line
-        line = line[os.write(self._fd, line) :]
+    scalars = [
+      self._summary.Value(tag=tag, simple_value=x)
+      for tag, x in values.items()
+      if not isinstance(x, str)  # TensorBoard's scalar page has no place for text
+    ]
+    if scalars:
+      self._append(step, summary=self._summary(value=scalars))
 
   def summary(self, values: Mapping[str, float]) -> None:
-    """The file holds records only; best and last values can be read off them."""
+    """Nothing to do: TensorBoard has no values for a whole run."""
 
   def close(self, exit_code: int = 0) -> None:
-    with disk_errors(self._path):
-      os.close(self._fd)
+    self._file.close()
 
 
-def _encode(value: Value) -> Value:
-  if isinstance(value, float) and not math.isfinite(value):
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-  return value
-
-
-def _decode(value: Any) -> Any:
-  return _NONFINITE.get(value, value) if isinstance(value, str) else value
-
-
-def _parse(path: epath.Path | pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:
-  """(line, record) pairs, without a torn last line; damage elsewhere is the user's to look at."""
-  lines = path.read_bytes().split(b"\n")
-  pairs = []
-  for number, line in enumerate(lines, 1):
-    try:
-      record = json.loads(line)
-      record["step"] + 0
-    except (ValueError, TypeError, KeyError) as e:
-      if number == len(lines):  # empty, or cut off when the process died
-        break
-      raise UserError(f"{path} line {number} is not a metrics record: repair or remove it") from e
-    pairs.append((line, record))
-  return pairs
-
-
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """The records of a metrics.jsonl; "NaN", "Infinity" and "-Infinity" come back as floats."""
-  return [{k: _decode(v) for k, v in record.items()} for _, record in _parse(epath.Path(path))]
-
-
-def truncate_after(path: str | os.PathLike[str], step: int) -> None:
-  """Drops records past `step` and a torn last line; the file is whole at every moment."""
-  path = pathlib.Path(path)
-  if not path.is_file():
-    return
-  kept = b"".join(line + b"\n" for line, record in _parse(path) if record["step"] <= step)
-  if kept != path.read_bytes():
-    write_atomically(path, kept)
+def _new_events_file(folder: pathlib.Path) -> pathlib.Path:
+  """TensorBoard reads files in name order, so a restart's name must sort after all before it."""
+  stamps = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+  seconds = max([int(time.time()), *(int(stamp) + 1 for stamp in stamps if stamp.isdigit())])
+  return folder / f"events.out.tfevents.{seconds:010d}.nanosam"
 
 
 W = TypeVar("W", bound=Writer)
@@ -220,7 +188,7 @@ class Background(Generic[W]):
     self._thread.start()
 
   def write(self, step: int, values: Mapping[str, Value]) -> None:
-    values = dict(values)  # the caller may change its own
+    values = dict(values)  # the caller may change its copy
     self._put(lambda writer: writer.write(step, values))
 
   def summary(self, values: Mapping[str, float]) -> None:
@@ -253,12 +221,11 @@ class Background(Generic[W]):
       while (action := self._queue.get()) is not None:
         action(self._writer)
       self._writer.close(self._exit_code)
-    except BaseException as e:  # also a SystemExit: a logger must not end the run
-      if self._failed:  # given up on by close(), which has said so
+    except BaseException as e:  # even a SystemExit: a logger must not end the run
+      if self._failed:  # close() has given up on it and said so
         return
       self._failed = True
-      reason = first_line(e)
-      self._say(f"{self._name} logging is off: {reason}; {METRICS_FILE} is complete")
+      self._say(f"{self._name} logging is off: {first_line(e)}; {METRICS_FILE} is complete")
 
   def close(self, exit_code: int = 0) -> None:
     self._exit_code = exit_code
@@ -270,7 +237,7 @@ class Background(Generic[W]):
     if self._thread.is_alive():
       self._failed = True
       self._dropped += self._queue.qsize()
-      self._say(f"{self._name} did not finish within {self._close_timeout:g} s and was left behind")
+      self._say(f"{self._name} did not finish within {self._close_timeout:g} s and was abandoned")
       if self._abort and self._writer is not None:
         self._abort(self._writer)
     if self._dropped:

@@ -17,10 +17,9 @@ from nanosam.model.transformer import Params
 from nanosam.optim import base
 from nanosam.optim.direction import Moments
 from nanosam.optim.passes import Net
-from nanosam.run import runtime
-from nanosam.run import workdir as workdir_lib
+from nanosam.run import record, runtime
 from nanosam.run.checkpoint import FOLDER, Checkpoints
-from nanosam.run.log import METRICS_FILE, read_metrics
+from nanosam.run.metrics_file import METRICS_FILE, read_metrics
 from nanosam.run.step import TrainStep
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, reaching
@@ -42,8 +41,8 @@ def load_run(
   """The run's model at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
   workdir = epath.Path(workdir)
   with reaching(str(workdir)) if is_remote(str(workdir)) else contextlib.nullcontext():
-    stored = workdir_lib.read_config(workdir)
-  environment = stored.pop(workdir_lib.ENVIRONMENT, {})
+    stored = record.read_config(workdir)
+  environment = stored.pop(record.ENVIRONMENT, {})
   c = _config(workdir, stored, environment)
   runtime.set_up_jax(c)
   checkpoints = _open_checkpoints(workdir)
@@ -78,7 +77,7 @@ def _config(
   except (KeyError, TypeError, AttributeError) as e:
     made_by = environment.get("packages", {}).get("nanosam")
     raise UserError(
-      f"{workdir / workdir_lib.CONFIG_FILE} is of another version of nanosam ({made_by}, this is "
+      f"{workdir / record.CONFIG_FILE} is of another version of nanosam ({made_by}, this is "
       f"{__version__}): {e.args[0]}; use the version that trained it"
     ) from e
   return c.lock()

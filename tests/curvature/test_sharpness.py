@@ -10,7 +10,7 @@ from helpers.training import assert_same_run
 from nanosam.curvature import sharpness
 from nanosam.curvature.diagnostics import validation_rows
 from nanosam.run import restore
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.study import plots
 from nanosam.system import errors
 

@@ -13,7 +13,7 @@ from helpers.training import CONFIG, assert_same_run, steps
 from test_writers import wandb_exit_code
 
 from nanosam.run import workdir as workdir_lib
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.system.errors import UsageError
 
 BAD_REQUEST, FAILED = 2, 1

@@ -18,7 +18,7 @@ import time
 import numpy as np
 import pytest
 
-from nanosam.run import log, tensorboard_events, wandb_process
+from nanosam.run import log, metrics_file, wandb_process
 from nanosam.system import progress
 from nanosam.system.errors import UsageError, UserError
 
@@ -78,7 +78,7 @@ def test_records_are_strict_json_and_read_back(tmp_path):
   assert next(iter(first)) == "step" and first["train/loss"] == "NaN"
   assert second == {"step": 2, "train/loss": 0.5, "guard/nonfinite": 3}
   w.close()
-  back = log.read_metrics(tmp_path / "metrics.jsonl")[0]
+  back = metrics_file.read_metrics(tmp_path / "metrics.jsonl")[0]
   assert math.isnan(back.pop("train/loss"))
   assert back == {"step": 1, "opt/grad_norm": math.inf, "low": -math.inf, "note": "x"}
 
@@ -92,7 +92,7 @@ def test_resume_drops_later_records_and_a_torn_line(tmp_path, tail):
   w.close()
   with open(path, "ab") as f:
     f.write(tail)
-  assert len(log.read_metrics(path)) == 4 + (tail == b'{"step": 2}')
+  assert len(metrics_file.read_metrics(path)) == 4 + (tail == b'{"step": 2}')
   w = open_all(tmp_path, resume_step=2)
   w.write(3, {"x": 30})
   w.close()
@@ -106,14 +106,14 @@ def test_fresh_start_drops_records_that_no_checkpoint_backs(tmp_path):
     w = open_all(tmp_path)
     w.write(0, {"x": 1})
     w.close()
-  assert len(log.read_metrics(tmp_path / "metrics.jsonl")) == 1
+  assert len(metrics_file.read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_damage_in_the_middle_is_reported_not_skipped(tmp_path):
   path = tmp_path / "metrics.jsonl"
   path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
   with pytest.raises(UserError, match="line 2"):
-    log.read_metrics(path)
+    metrics_file.read_metrics(path)
   with pytest.raises(UserError, match="line 2"):
     open_all(tmp_path, resume_step=3)
 
@@ -166,7 +166,7 @@ def test_tensorboard_restart_from_nothing_replaces_all(tmp_path):
 
 def test_tensorboard_takes_any_float(tmp_path):
   values = {"a": math.nan, "b": -math.inf, "c": 1e300, "d": -1e300, "e": 10**20}
-  w = tensorboard_events.TensorBoardWriter(tmp_path, first_step=0)
+  w = log.TensorBoardWriter(tmp_path, first_step=0)
   w.write(2**40, values)
   w.close()
   read = {k: curve(tmp_path, k)[0] for k in values}
@@ -445,7 +445,7 @@ def test_wandb_that_hangs_holds_neither_training_nor_exit(tmp_path, dead_server)
   written, closed = map(float, done.stdout.split())
   assert written < 1.0 and closed < 4.5
   assert done.stderr.count("\n") <= 3 and "W&B did not finish within 3 s" in done.stderr
-  assert len(log.read_metrics(tmp_path / "metrics.jsonl")) == 1000
+  assert len(metrics_file.read_metrics(tmp_path / "metrics.jsonl")) == 1000
   assert all_gone_within(10, tmp_path)
 
 

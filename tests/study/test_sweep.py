@@ -8,7 +8,7 @@ import time
 import pytest
 from helpers.training import CONFIG, ROOT
 
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.study import runs, sweep
 from nanosam.system.errors import UsageError
 
