@@ -10,12 +10,10 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-import jax.numpy as jnp
 import pytest
 from helpers.training import Commands
 
 from nanosam import config as config_lib
-from nanosam.data.batch import Batch
 
 # A shell ignores ctrl-C on behalf of what it runs in the background; our processes must hear it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -70,17 +68,3 @@ def tiny_config(tmp_path):
   c.opt.warmup_steps = 2
   c.opt.peak_learning_rate = 1e-2
   return c
-
-
-def random_batch(seed: int, B: int, L: int, V: int, padded: bool = True) -> Batch:
-  """Rows of unequal token counts, as padding makes them."""
-  key_x, key_y, key_w = jax.random.split(jax.random.key(seed), 3)
-  lengths_Bx1 = jax.random.randint(key_w, (B, 1), 1, L + 1)
-  full_BxL = jnp.ones((B, L), jnp.float32)
-  weights_BxL = (jnp.arange(L)[None, :] < lengths_Bx1).astype(jnp.float32)
-  return Batch(
-    jax.random.randint(key_x, (B, L), 0, V, jnp.int32),
-    jax.random.randint(key_y, (B, L), 0, V, jnp.int32),
-    weights_BxL if padded else full_BxL,
-    None,
-  )

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from nanosam import config as config_lib
+from nanosam import train
 from nanosam.model.transformer import Transformer
-from nanosam.run import trainer
 from nanosam.run.step import model_config
 from nanosam.run.validate import check_devices, validate
 from nanosam.system.errors import UsageError
@@ -126,7 +126,7 @@ def test_no_config_at_all():
 
 
 def test_help_lists_every_key(capsys):
-  trainer.main(["train", "--help"])
+  train.main(["train", "--help"])
   said = capsys.readouterr().out
   assert "--config=configs/FILE.py" in said
   assert all(f"--config.{key}=" in said for key in config_lib.flat(config_lib.default()))

@@ -11,6 +11,7 @@ import pytest
 from helpers.training import CONFIG, ROOT
 
 from nanosam import config as config_lib
+from nanosam import plan
 from nanosam.model import sharding
 from nanosam.run import flops, footprint, hlo
 from nanosam.run.step import TrainStep
@@ -107,9 +108,9 @@ def test_a_plan_of_this_machine(commands):
   assert facts["hours"] == pytest.approx(seconds / 3600)
   assert facts["chip_hours"] == pytest.approx(4 * seconds / 3600)
   fields = {field.name: facts[field.name] for field in dataclasses.fields(footprint.Plan)}
-  text = footprint.report(c, footprint.Plan(**fields), facts)
+  text = plan.report(c, footprint.Plan(**fields), facts)
   assert ": fits" in text and "16 steps at 50% of 1e+09 FLOP/s" in text
-  assert "DOES NOT FIT; try" in footprint.report(c, footprint.Plan(**{**fields, "fits": False}), {})
+  assert "DOES NOT FIT; try" in plan.report(c, footprint.Plan(**{**fields, "fits": False}), {})
 
 
 def test_what_does_not_fit_is_read_from_the_compilers_words():
@@ -135,7 +136,7 @@ def test_what_does_not_fit_is_read_from_the_compilers_words():
 def test_bad_requests_are_refused(monkeypatch, words, message):
   monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # which a plan may add to
   with pytest.raises(UsageError, match=message):
-    footprint.main(["plan", f"--config={CONFIG}", *words])
+    plan.main(["plan", f"--config={CONFIG}", *words])
 
 
 def test_without_libtpu_it_says_what_to_install(commands, tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import sys
 from typing import NamedTuple
 
 import pytest
+from helpers.c4_server import Server
 from helpers.training import ROOT
-from test_get_c4 import Server
 
 
 class Rule(NamedTuple):
@@ -47,8 +47,8 @@ RULES = (
   Rule("python scripts/report.py"),
   Rule("python scripts/wandb_dashboard.py"),  # --dry_run
   Rule("python -m nanosam.plan", add=TINY, swap=(("v5e:2x4", "cpu:2"),)),
-  Rule("bash launch/tpu_pod.sh", elsewhere="test_launch.py"),
-  Rule("sbatch", elsewhere="test_launch.py"),
+  Rule("bash launch/tpu_pod.sh", elsewhere="launch/test_launch.py"),
+  Rule("sbatch", elsewhere="launch/test_launch.py"),
   Rule("python launch/local.py", add=SHORT),
   Rule("python -m nanosam.sharpness", add="--batches=1 --batch_size=8 --sem=0.3 --residual=0.2"),
   Rule("python -m nanosam.prune", add="--sparsity=0,0.5"),

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import random_batch
+from helpers.batches import random_batch
+from helpers.toy import V, hidden, loss_fn, make_method, scaled, setting, toy
 from helpers.training import ROOT
-from test_methods import V, hidden, loss_fn, make_method, scaled, setting, toy
 
 from nanosam.curvature import products
 from nanosam.curvature.products import FUNCTIONAL, GAUSS_NEWTON, HESSIAN, Surface

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from nanosam import prune
 from nanosam.curvature import pruning
 from nanosam.model import sharding
 from nanosam.optim.base import matching
@@ -92,7 +93,7 @@ def test_the_command(commands, whole, tmp_path):
 
 def error(*words):
   with pytest.raises(errors.UserError) as caught:
-    pruning.main(["prune", *words])
+    prune.main(["prune", *words])
   return str(caught.value)
 
 

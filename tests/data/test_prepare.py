@@ -520,7 +520,8 @@ def test_bad_documents_stop_it_by_default(bad_files, tmp_path):
 def test_a_command_that_fails_says_one_line_and_leaves_no_process(bad_files):
   process = start(
     *bad_files,
-    code="from nanosam import errors; from nanosam.data.prepare import main; errors.run(main)",
+    code="from nanosam.data.prepare import main; from nanosam.system import errors; "
+    "errors.run(main)",
   )
   _, err = process.communicate()
   assert process.returncode == 1

@@ -7,8 +7,8 @@ import sys
 
 import jax
 import numpy as np
-from conftest import random_batch
 
+from helpers.batches import random_batch
 from nanosam import config
 from nanosam.data.batch import Batch
 from nanosam.model import sharding

@@ -4,7 +4,12 @@ import json
 import math
 
 import numpy as np
-from test_compare import ROWS, write_run
+
+from helpers.training import ROOT
+from nanosam import config
+from nanosam.study import runs
+
+ROWS, LENGTH = 60, 128
 
 METHODS = ("adamw", "sam", "precond_sam", "func_sam", "precond_func_sam", "momentum_func_sam")
 RHOS = (0.01, 0.03, 0.1, 0.3)
@@ -17,6 +22,32 @@ LIKE = {
   "precond_func_sam": (-0.04, 0.1, 2.0),
   "momentum_func_sam": (-0.005, 0.03, 1.1),
 }
+
+
+def write_run(
+  folder, method="adamw", seed=1, loss=3.5, keys=None, env=None, seq=None, curve=None, spec=None
+):
+  """A finished run with the given loss; `curve` maps steps to eval losses."""
+  c = config.load(spec or f"{ROOT}/configs/mini.py:method={method},width=64,steps=1200")
+  overrides = {"opt.rho": 0.1} if method != "adamw" else {}
+  for key, value in {"seed": seed, "data_seed": seed, **overrides, **(keys or {})}.items():
+    config.override(c, key, str(value))
+  steps = c.opt.num_train_steps
+  env = {"data": "d1", "eval_set": {"sequences": ROWS, "documents": 2 * ROWS}, **(env or {})}
+  settings = config.to_dict(c)
+  workdir = folder / runs.run_id(settings)
+  workdir.mkdir(parents=True)
+  (workdir / "config.json").write_text(json.dumps({**settings, "environment": env}))
+  nll = (np.full(ROWS, loss) if seq is None else seq) * LENGTH
+  np.savez(workdir / "eval_sequences.npz", step=steps, nll=nll, weight=np.full(ROWS, LENGTH))
+  curve = curve or {steps // 2: nll.mean() / LENGTH + 1, steps: nll.mean() / LENGTH}
+  cost = 1 if method == "adamw" else 2
+  records = [
+    {"step": s, "eval/loss": y, "tokens": s, "compute": s * cost, "time": 3 * s * cost}
+    for s, y in curve.items()
+  ]
+  (workdir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+  return workdir
 
 
 def write_study(folder, methods=METHODS, seeds=(1, 2, 3), rhos=RHOS, keys=None):
@@ -46,8 +77,8 @@ def write_full_run(folder, method, seed, rho, keys=None):
     "devices": {"kind": "cpu", "count": 1, "processes": 1},
   }
   workdir = write_run(folder, method, seed, seq=sequences, keys={**more, **(keys or {})}, env=env)
-  config = json.loads((workdir / "config.json").read_text())
-  steps, every = config["opt"]["num_train_steps"], config["eval_every_steps"]
+  settings = json.loads((workdir / "config.json").read_text())
+  steps, every = settings["opt"]["num_train_steps"], settings["eval_every_steps"]
   records = []
   for step in [1, *range(10, steps + 1, 10)]:
     records.append(train_record(step, steps, final, cost, rho, rng))

@@ -13,8 +13,8 @@ import orbax.checkpoint as ocp
 
 from nanosam.run.metrics_file import read_metrics
 
-ROOT = pathlib.Path(__file__).parents[1]
-CONFIG = ROOT / "tests" / "tiny_config.py"
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = ROOT / "tests" / "helpers" / "tiny_config.py"
 
 
 @dataclasses.dataclass

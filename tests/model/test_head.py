@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import random_batch
+from helpers.batches import random_batch
 
 from nanosam.model import head
 

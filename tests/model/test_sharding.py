@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import random_batch
+from helpers.batches import random_batch
 from jax.sharding import PartitionSpec as P
 
 from nanosam.model import sharding

@@ -1,8 +1,6 @@
 """The family against exact statements: closed forms, limits, identities."""
 
-import functools
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,91 +8,32 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from conftest import random_batch
+from helpers.toy import (
+  B,
+  D,
+  V,
+  grad,
+  loss_fn,
+  make_method,
+  run,
+  scaled,
+  setting,
+  settings,
+  toy,
+)
 
 from nanosam.data.batch import Batch
 from nanosam.optim import base, methods
 from nanosam.optim.direction import Moments, denominator, perturbation
-from nanosam.optim.gradient import Method, estimate, estimate_by_group
-from nanosam.optim.passes import Net, Passes
+from nanosam.optim.gradient import Method, estimate
+from nanosam.optim.passes import Passes
 from nanosam.run import flops
 
-B, L, D, F, V = 4, 6, 5, 7, 30
 PERTURBING = [name for name in methods.METHODS if name != "adamw"]
-
-
-def settings(method, **changes):
-  defaults = dict(
-    method=method, base="adamw", b1=0.9, b2=0.98, eps=1e-9, phi=math.pi / 4, angle_form="exact",
-    precond_variant="post", precond_power=1.0, asam_eta=0.01, momentum_sign=1.0,
-    perturbed_dtype="float32",
-  )  # fmt: skip
-  return SimpleNamespace(**defaults | changes)
-
-
-def make_method(name, **changes):
-  opt = settings(name, **changes)
-  return Method(*methods.resolve(opt), opt, lambda tree: tree)
-
-
-def hidden(p, batch):
-  """Small, smooth, nonlinear in every parameter, with an embedding that the head uses too."""
-  x_BxLxD = p["embed"][batch.inputs_BxL] * p["scale"]
-  x_BxLxD += jnp.cumsum(jnp.tanh(x_BxLxD @ p["mlp"]["up"]) @ p["mlp"]["down"], axis=1)
-  return x_BxLxD
-
-
-def toy(**changes):
-  defaults = dict(hidden=hidden, hidden_perturbed=hidden, chunk=4, residual="recompute")
-  return Net(**defaults | changes)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def setting(tied=True):
-  """Parameters, a padded batch, and moments as after some training."""
-  shapes = {"embed": (V, D), "scale": (1, 1, D), "mlp": {"up": (D, F), "down": (F, D)}}
-  if not tied:
-    shapes["unembed"] = (V, D)
-  noise = lambda: jax.tree.map(  # noqa: E731
-    lambda s: jax.random.normal(next(keys), s), shapes, is_leaf=lambda s: isinstance(s, tuple)
-  )
-  keys = iter(jax.random.split(jax.random.key(0), 20))
-  params = jax.tree.map(lambda x: 0.5 * x, noise())
-  params["scale"] += 1
-  moments = Moments(noise(), jax.tree.map(lambda x: 0.01 * x**2, noise()), 7)
-  return params, random_batch(0, B, L, V), moments
-
-
-def run(name, params, batch, moments, rho, *, net=None, micro=1, group=0, **changes):
-  method = make_method(name, **changes)
-  net = net or toy()
-
-  @jax.jit
-  def go(params, batch, moments):
-    passes = Passes(net, params, batch, micro)
-    if group:
-      return estimate_by_group(method, passes, moments, rho, group)
-    return estimate(method, passes, moments, rho)
-
-  return go(params, batch, moments)
-
-
-def loss_fn(params, batch, net=None):
-  h_BxLxD = (net or toy()).hidden(params, batch)
-  logits = jnp.einsum("bld,vd->blv", h_BxLxD, params.get("unembed", params["embed"]))
-  nll_BxL = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets_BxL)
-  return jnp.sum(nll_BxL * batch.weights_BxL) / jnp.sum(batch.weights_BxL)
-
-
-grad = jax.jit(jax.grad(loss_fn), static_argnums=2)
 
 
 def close(a, b, rtol=1e-9, atol=1e-12):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
-
-
-def scaled(direction, rho):
-  return jax.tree.map(lambda d: rho * d / optax.tree.norm(direction), direction)
 
 
 def add(a, b, factor=1.0):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import random_batch
+from helpers.batches import random_batch
 
 from nanosam.model import sharding
 from nanosam.model.sharding import STACKED

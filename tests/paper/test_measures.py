@@ -4,11 +4,14 @@ import json
 
 import numpy as np
 import pytest
-from test_compare import write_run
-from test_reproduce import lab, loss, reproduce
+from helpers.lab import lab, loss
+from helpers.made_up_runs import write_run
+from helpers.scripts import load_script
 
-from nanosam.paper import measures, protocol
+from nanosam.paper import findings, measures, protocol
 from nanosam.system.errors import UserError
+
+reproduce = load_script("scripts/reproduce.py")
 
 
 def filled(tmp_path, name, **settings):
@@ -41,7 +44,7 @@ def test_sharpness_of_the_best_runs_beside_the_papers(tmp_path):
       (run.path / "sharpness.json").write_text(json.dumps({"step": run.steps, **found}))
   stale = chosen["adamw"][0].path / "sharpness.json"
   stale.write_text(stale.read_text().replace('"step": ', '"step": 1'))  # of another checkpoint
-  reproduce.write_report(it, ["reproduce.py"])
+  findings.write_report(it, ["reproduce.py"])
   text = (tmp_path / "table4" / "table.md").read_text()
   assert "| adamw | 2 | 9.5 (10.61) |" in text and "| precond_func_sam | 3 | 5 (6.2) |" in text
   results = json.loads((tmp_path / "table4" / "results.json").read_text())
@@ -79,7 +82,7 @@ def test_figures_of_taus_and_of_pruning(tmp_path):
         taus = {"logit": 0.9, "func": 0.2, "cross": -0.1}
         record = {f"{p}/{k}": v for p in ("tau", "tau_precond") for k, v in taus.items()}
         f.write(json.dumps({"step": step, **record}) + "\n")
-  reproduce.write_report(it, ["reproduce.py"])
+  findings.write_report(it, ["reproduce.py"])
   for name in ("taus.svg", "taus_precond.png"):
     assert (tmp_path / "fig2" / name).stat().st_size > 1000
 
@@ -89,5 +92,5 @@ def test_figures_of_taus_and_of_pruning(tmp_path):
       points = [{"sparsity": s, "loss": 3 + s} for s in np.linspace(0, 0.9, 4)]
       found = {"step": run.steps, "method": run.keys["opt.method"], "points": points}
       (run.path / "prune.json").write_text(json.dumps(found))
-  reproduce.write_report(it, ["reproduce.py"])
+  findings.write_report(it, ["reproduce.py"])
   assert (tmp_path / "fig5" / "prune.svg").stat().st_size > 1000

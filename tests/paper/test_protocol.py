@@ -1,23 +1,16 @@
 import json
-import sys
 
 import pytest
+from helpers.lab import BEST, BEST_RHO, lab, loss
+from helpers.made_up_runs import write_run
+from helpers.scripts import load_script
 from helpers.training import ROOT
-from test_compare import write_run
 
 from nanosam import config as config_lib
+from nanosam.paper import findings, protocol, published
 from nanosam.system.errors import UsageError, UserError
 
-sys.path.insert(0, str(ROOT / "scripts"))
-import reproduce
-
-from nanosam.paper import protocol, published
-
-
-def lab(tmp_path, name="table1", scale="mini", **settings):
-  made = protocol.Lab(name, scale, tmp_path, **settings)
-  made.vocabulary = 8192  # without opening the data
-  return made
+reproduce = load_script("scripts/reproduce.py")
 
 
 def fill(tmp_path, specs, loss):
@@ -27,18 +20,6 @@ def fill(tmp_path, specs, loss):
     folder = tmp_path / "runs"
     value = loss(method, overrides)
     write_run(folder, method, overrides["seed"], value, keys=overrides, spec=spec)
-
-
-BEST = {"opt.peak_learning_rate": 1.6e-2, "opt.weight_decay": 0.1}
-BEST_RHO = 0.0551  # an RMS of 1e-4 over the parameters at a vocabulary of 8192
-
-
-def loss(method, o):
-  """AdamW is best at BEST, every method at its second rho."""
-  value = 3.5 + sum(abs(o[key] - best) for key, best in BEST.items())
-  if method != "adamw":
-    value += -0.01 * len(method) / 10 + abs(o["opt.rho"] - BEST_RHO)
-  return value + 0.001 * o["seed"] * (1 if method == "adamw" else 1.3)
 
 
 @pytest.mark.parametrize("method, body, head", [("adamw", 3, 3), ("sam", 6, 6), ("func_sam", 6, 6)])
@@ -108,7 +89,7 @@ def test_half_as_many_steps_cost_the_same(tmp_path):
 def test_report_of_made_up_runs(tmp_path, capsys):
   it = lab(tmp_path, methods=("adamw", "sam", "precond_func_sam"))
   with pytest.raises(UserError, match=r"has no finished runs .* --stage=baseline"):
-    reproduce.write_report(it, ["reproduce.py"])
+    findings.write_report(it, ["reproduce.py"])
   fill(tmp_path, it.stage("baseline"), loss)
   it.forget()
   fill(tmp_path, it.stage("rho")[1:], loss)
@@ -117,7 +98,7 @@ def test_report_of_made_up_runs(tmp_path, capsys):
   fill(tmp_path, it.stage("compute"), loss)
   fill(tmp_path, [s for s in it.stage("factors") if s[1].get("model.tied") is False], loss)
   it.forget()
-  reproduce.write_report(it, ["reproduce.py"])
+  findings.write_report(it, ["reproduce.py"])
   results = json.loads((tmp_path / "table1" / "results.json").read_text())
   groups = {g["label"]: g for g in results["settings"]["width 32"]["groups"]}
   assert groups.keys() == set(it.methods)
@@ -134,7 +115,7 @@ def test_report_of_made_up_runs(tmp_path, capsys):
   for figure in ("svg", "png"):
     assert (tmp_path / "table1" / f"differences.{figure}").stat().st_size > 1000
   for name, figure in (("fig1", "curves"), ("fig3", "rho")):
-    reproduce.write_report(lab(tmp_path, name), ["reproduce.py"])
+    findings.write_report(lab(tmp_path, name), ["reproduce.py"])
     assert (tmp_path / name / f"{figure}.svg").is_file()
 
 

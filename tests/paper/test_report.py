@@ -11,23 +11,19 @@ import sys
 
 import pytest
 from helpers.browser import Browser
-from helpers.made_up_runs import write_full_run, write_study
+from helpers.made_up_runs import write_full_run, write_run, write_study
+from helpers.scripts import load_script
 from helpers.training import ROOT
-from test_compare import write_run
 
+from nanosam.paper import findings, page, protocol, report
 from nanosam.study import comparison, runs
 from nanosam.system.errors import UsageError, UserError
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import reproduce
-
-from nanosam.paper import page, protocol, report
 
 THREE = ("adamw", "sam", "precond_func_sam")
 
 
 def make(*folders, out):
-  report.main(["report.py", *map(str, folders), f"--out={out}"])
+  load_script("scripts/report.py").main(["report.py", *map(str, folders), f"--out={out}"])
   return (out / "report.html").read_text(), (out / "report.md").read_text()
 
 
@@ -145,7 +141,7 @@ def test_what_reproduce_wrote_stands_beside_the_paper(tmp_path):
     for seed in (1, 2):
       spec, loss = lab.spec(lab.settings[0], method), 3.9 - 0.001 * len(method)
       write_run(tmp_path / "runs", method, seed, loss + 0.01 * seed, spec=spec)
-  reproduce.write_report(lab, ["reproduce.py"])
+  findings.write_report(lab, ["reproduce.py"])
   shutil.rmtree(tmp_path / "runs")  # the results alone are enough
   html, markdown = make(tmp_path, out=tmp_path / "out")
   assert "table5, mini" in html and "<td class=n>3.8614</td><td class=n>-0.0455</td>" in html

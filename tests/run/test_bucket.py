@@ -1,4 +1,4 @@
-"""Workdirs in a bucket, through real clients and a stand-in for the store (bucket.py)."""
+"""Workdirs in a bucket, through real clients and a stand-in for the store (object_store.py)."""
 
 import json
 import os
@@ -7,8 +7,8 @@ import time
 
 import pytest
 from helpers.object_store import ObjectStore, Refused
+from helpers.pair import Pair, assert_close
 from helpers.training import CONFIG, Commands, assert_same_run
-from test_cluster import Pair, assert_close
 
 from nanosam.data.embedded import build_embedded
 from nanosam.run import bucket

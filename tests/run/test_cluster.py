@@ -1,7 +1,6 @@
 """Several processes: roll call, agreement, and the same results as one. All over loopback."""
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -11,7 +10,8 @@ import threading
 import ml_collections
 import numpy as np
 import pytest
-from helpers.training import CONFIG, ROOT, Outcome, assert_same_run, losses, state, steps
+from helpers.pair import Pair, assert_close, finish, free_port
+from helpers.training import CONFIG, ROOT, Outcome, assert_same_run, steps
 
 from nanosam import config
 from nanosam.optim.methods import METHODS
@@ -21,18 +21,6 @@ from nanosam.run.metrics_file import read_metrics
 from nanosam.system.errors import UsageError, UserError
 
 RESUMABLE = 75
-
-
-def free_port() -> int:
-  """Below the ports that the system gives to whoever asks for any."""
-  while True:
-    port = random.SystemRandom().randrange(12_000, 30_000)
-    with socket.socket() as s:
-      try:
-        s.bind(("127.0.0.1", port))
-        return port
-      except OSError:
-        continue
 
 
 def settings(**values: object) -> ml_collections.ConfigDict:
@@ -165,40 +153,6 @@ def test_a_coordinator_out_of_reach():
 # Real processes from here on: two of four devices each.
 
 
-class Pair:
-  """Two processes of one run."""
-
-  def __init__(self, commands, workdir, faults=("", ""), devices=4, **overrides):
-    address = f"127.0.0.1:{free_port()}"
-    words = [f"--config={CONFIG}", f"--config.workdir={workdir}"]
-    words += [f"--config.cluster.coordinator={address}", "--config.cluster.num_processes=2"]
-    words += [f"--config.{key.replace('__', '.')}={value}" for key, value in overrides.items()]
-    self.processes = [
-      commands.start(
-        "train", *words, f"--config.cluster.process_id={i}", devices=devices, fault=fault
-      )
-      for i, fault in enumerate(faults)
-    ]
-
-  def wait(self, timeout: float = 600) -> list[Outcome]:
-    outcomes = []
-    try:
-      for process in self.processes:
-        out, err = process.communicate(timeout=timeout)
-        outcomes.append(Outcome(process.returncode, out, err))
-    finally:
-      for process in self.processes:
-        if process.poll() is None:
-          os.killpg(process.pid, signal.SIGKILL)
-    return outcomes
-
-
-def finish(commands, workdir, **overrides) -> list[Outcome]:
-  outcomes = Pair(commands, workdir, **overrides).wait()
-  assert [o.code for o in outcomes] == [0, 0], "\n".join(o.err for o in outcomes)
-  return outcomes
-
-
 @pytest.fixture(scope="module")
 def pair(commands, tmp_path_factory):
   """A run of two processes that nothing disturbed."""
@@ -206,16 +160,6 @@ def pair(commands, tmp_path_factory):
   first, second = finish(commands, workdir)
   assert "eval loss" in first.err and "eval loss" not in second.err  # one of them speaks
   return workdir
-
-
-def assert_close(a, b) -> None:
-  """The same records, and the same final state but for the order of sums."""
-  for one, other in zip(losses(a), losses(b), strict=True):
-    assert one[:2] == other[:2] and one[2] == pytest.approx(other[2], rel=1e-4)
-  x, y = state(a, 16), state(b, 16)
-  assert x.keys() == y.keys()
-  for path in x:
-    np.testing.assert_allclose(x[path], y[path], rtol=5e-3, atol=1e-4, err_msg=str(path))
 
 
 @pytest.mark.full
@@ -250,8 +194,8 @@ def test_every_method_gives_the_same_on_two_processes(tmp_path):
   flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
   started = [
     subprocess.Popen(
-      [sys.executable, ROOT / "tests" / "cluster_methods.py", out, address, str(i)],
-      env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
+      [sys.executable, ROOT / "tests" / "helpers" / "cluster_methods.py", out, address, str(i)],
+      env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "XLA_FLAGS": flags},
     )
     for i in range(2)
   ]

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 
+from nanosam import evaluate
 from nanosam.data.store import StoreWriter
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.model import sharding
@@ -51,12 +52,12 @@ def test_sequences_that_were_lost_are_written_again(whole, tmp_path, capsys):
   workdir = tmp_path / "run"
   shutil.copytree(whole, workdir)
   (workdir / "eval_sequences.npz").unlink()
-  evaluation.main(["evaluate", f"--workdir={workdir}", "--save"])
+  evaluate.main(["evaluate", f"--workdir={workdir}", "--save"])
   with np.load(workdir / "eval_sequences.npz") as new, np.load(whole / "eval_sequences.npz") as old:
     assert new["step"] == old["step"]
     np.testing.assert_allclose(new["nll"], old["nll"], rtol=1e-5)
   with pytest.raises(errors.UsageError, match="--save is for the latest step"):
-    evaluation.main(["evaluate", f"--workdir={workdir}", "--save", "--step=12"])
+    evaluate.main(["evaluate", f"--workdir={workdir}", "--save", "--step=12"])
 
 
 def test_the_command_gives_the_loss_of_training(commands, whole):
@@ -79,10 +80,10 @@ def test_another_source(whole, tmp_path, capsys):
   tokenizer = restore.load_run(whole).source.tokenizer
   text = "The quick brown fox jumps over the lazy dog. " * 20
   source = store(tmp_path / "fox", tokenizer, [text] * 2)
-  evaluation.main(["evaluate", f"--workdir={whole}", f"--source={source}", "--step=12", "--json"])
+  evaluate.main(["evaluate", f"--workdir={whole}", f"--source={source}", "--step=12", "--json"])
   found = json.loads(capsys.readouterr().out)
   assert (found["step"], found["bytes"]) == (12, 2 * len(text)) and found["eval/loss"] > 3
-  evaluation.main(["evaluate", f"--workdir={whole}", f"--source={source}"])
+  evaluate.main(["evaluate", f"--workdir={whole}", f"--source={source}"])
   assert "+-" in capsys.readouterr().out
 
 
@@ -90,4 +91,4 @@ def test_another_tokenizer_is_refused(whole, tmp_path):
   text = "\n".join(f"the quick brown fox {n} jumps over the lazy dog" for n in range(300))
   source = store(tmp_path / "other", train_tokenizer([text], 300), [text])
   with pytest.raises(errors.UsageError, match="another tokenizer"):
-    evaluation.main(["evaluate", f"--workdir={whole}", f"--source={source}"])
+    evaluate.main(["evaluate", f"--workdir={whole}", f"--source={source}"])

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 from helpers.training import CONFIG, assert_same_run, steps
-from test_writers import wandb_exit_code
+from helpers.wandb_files import wandb_exit_code
 
 from nanosam.run import workdir as workdir_lib
 from nanosam.run.metrics_file import read_metrics

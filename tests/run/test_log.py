@@ -8,7 +8,6 @@ import os
 import pathlib
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import textwrap
@@ -17,12 +16,13 @@ import time
 
 import numpy as np
 import pytest
+from helpers.training import ROOT
+from helpers.wandb_files import items, of_type, offline_files, wandb_records
 
 from nanosam.run import log, metrics_file, wandb_process
 from nanosam.system import progress
 from nanosam.system.errors import UsageError, UserError
 
-ROOT = pathlib.Path(__file__).parents[1]
 RUN = {"name": "n", "group": "g", "tags": ["a", "b"], "job_type": "train", "project": "p"}
 
 
@@ -289,44 +289,6 @@ def test_a_blocked_logger_does_not_hold_the_exit():
 # --- W&B ---
 
 
-def wandb_records(path):
-  """W&B's offline file: blocks of 32 KiB that hold (crc, length, kind) framed protobuf records."""
-  from wandb.proto import wandb_internal_pb2
-
-  data = path.read_bytes()
-  assert data[:4] == b":W&B"
-  position, parts = 7, b""
-  while position + 7 <= len(data):
-    room = 32768 - position % 32768
-    if room < 7:
-      position += room
-      continue
-    _, length, kind = struct.unpack_from("<IHB", data, position)
-    parts += data[position + 7 : position + 7 + length]
-    position += 7 + length
-    if kind in (1, 4):  # a whole record, or the last part of one
-      yield wandb_internal_pb2.Record.FromString(parts)
-      parts = b""
-
-
-def of_type(records, name):
-  return [getattr(r, name) for r in records if r.WhichOneof("record_type") == name]
-
-
-def items(record):
-  pairs = getattr(record, "item", None) or record.update
-  return {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in pairs}
-
-
-def offline_files(workdir):
-  return sorted((workdir / "wandb").glob("offline-run-*/run-*.wandb"))
-
-
-def wandb_exit_code(workdir):
-  """What W&B was told at the end of the last offline run."""
-  return of_type(wandb_records(offline_files(workdir)[-1]), "exit")[0].exit_code
-
-
 def test_wandb_offline_run_and_its_resume(tmp_path):
   said = []
   for resume in (None, 3):
@@ -362,7 +324,7 @@ def test_wandb_disabled_is_never_imported_or_started(tmp_path, monkeypatch):
   monkeypatch.setenv("WANDB_MODE", "disabled")
   open_all(tmp_path, wandb="auto").close()
   assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-  done = run_script("import sys, nanosam.writers; print('wandb' in sys.modules)", timeout=10)
+  done = run_script("import sys, nanosam.run.log; print('wandb' in sys.modules)", timeout=10)
   assert done.stdout == "False\n"
 
 

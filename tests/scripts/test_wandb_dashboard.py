@@ -2,17 +2,16 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
+from helpers.scripts import load_script
 from helpers.training import ROOT
 
 from nanosam.optim.methods import METHODS
 from nanosam.run import log, metrics_file
 from nanosam.run.wandb_process import X_AXES
 
-sys.path.insert(0, str(ROOT / "scripts"))
-import wandb_dashboard
+wandb_dashboard = load_script("scripts/wandb_dashboard.py")
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb_workspaces")
 

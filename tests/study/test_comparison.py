@@ -2,40 +2,12 @@ import json
 
 import numpy as np
 import pytest
-from helpers.training import ROOT
+from helpers.made_up_runs import ROWS, write_run
 
-from nanosam import config
+from nanosam import compare as command
 from nanosam.study import comparison, paired, runs
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.files import strict_json
-
-ROWS, LENGTH = 60, 128
-
-
-def write_run(
-  folder, method="adamw", seed=1, loss=3.5, keys=None, env=None, seq=None, curve=None, spec=None
-):
-  """A finished run with the given loss; `curve` maps steps to eval losses."""
-  c = config.load(spec or f"{ROOT}/configs/mini.py:method={method},width=64,steps=1200")
-  overrides = {"opt.rho": 0.1} if method != "adamw" else {}
-  for key, value in {"seed": seed, "data_seed": seed, **overrides, **(keys or {})}.items():
-    config.override(c, key, str(value))
-  steps = c.opt.num_train_steps
-  env = {"data": "d1", "eval_set": {"sequences": ROWS, "documents": 2 * ROWS}, **(env or {})}
-  settings = config.to_dict(c)
-  workdir = folder / runs.run_id(settings)
-  workdir.mkdir(parents=True)
-  (workdir / "config.json").write_text(json.dumps({**settings, "environment": env}))
-  nll = (np.full(ROWS, loss) if seq is None else seq) * LENGTH
-  np.savez(workdir / "eval_sequences.npz", step=steps, nll=nll, weight=np.full(ROWS, LENGTH))
-  curve = curve or {steps // 2: nll.mean() / LENGTH + 1, steps: nll.mean() / LENGTH}
-  cost = 1 if method == "adamw" else 2
-  records = [
-    {"step": s, "eval/loss": y, "tokens": s, "compute": s * cost, "time": 3 * s * cost}
-    for s, y in curve.items()
-  ]
-  (workdir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-  return workdir
 
 
 def read(folder):
@@ -209,10 +181,10 @@ def test_why_there_is_nothing_to_compare(tmp_path):
   for content in (b"", b"PK", sequences.read_bytes()[:-40]):
     sequences.write_bytes(content)
     with pytest.raises(UserError, match=r"is damaged .*nanosam\.evaluate .* --save"):
-      comparison.main(["compare", str(tmp_path)])
+      command.main(["compare", str(tmp_path)])
   sequences.unlink()
   with pytest.raises(UserError, match=r"not of the last step: .* --save"):
-    comparison.main(["compare", str(tmp_path)])
+    command.main(["compare", str(tmp_path)])
 
 
 def test_a_view_that_some_record_lacks(tmp_path):
@@ -309,14 +281,14 @@ def test_the_command(tmp_path, capsys):
   for seed in (1, 2):
     write_run(tmp_path, "adamw", seed, 3.5)
     write_run(tmp_path, "sam", seed, 3.4)
-  comparison.main(["compare", str(tmp_path), "--tune=opt.rho", "--json"])
+  command.main(["compare", str(tmp_path), "--tune=opt.rho", "--json"])
   groups = json.loads(capsys.readouterr().out)["groups"]
   assert [g["label"] for g in groups] == ["adamw", "sam"] and groups[1]["pairs"] == 2
-  comparison.main(["compare", str(tmp_path), "--baseline=sam"])
+  command.main(["compare", str(tmp_path), "--baseline=sam"])
   text = capsys.readouterr().out
   assert "+0.1000" in text and "the interval covers other seeds" in text
   with pytest.raises(UsageError, match=r"did you mean opt\.method"):
-    comparison.main(["compare", str(tmp_path), "--by=opt.methd"])
+    command.main(["compare", str(tmp_path), "--by=opt.methd"])
   with pytest.raises(UserError, match="no finished run"):
     (tmp_path / "empty").mkdir()
-    comparison.main(["compare", str(tmp_path / "empty")])
+    command.main(["compare", str(tmp_path / "empty")])

@@ -6,14 +6,12 @@ import sys
 import time
 
 import pytest
+from helpers.scripts import load_script
 from helpers.training import CONFIG, ROOT
 
 from nanosam.run.metrics_file import read_metrics
-from nanosam.study import runs, sweep
+from nanosam.study import backends, runs, sweep
 from nanosam.system.errors import UsageError
-
-sys.path.insert(0, str(ROOT / "launch"))
-from nanosam.study import backends as launcher
 
 TINY = str(CONFIG)
 
@@ -65,10 +63,10 @@ def test_bad_runs_are_refused_before_any_begins(tmp_path):
 
 def test_each_job_has_its_share_of_the_devices():
   four = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-  assert launcher.share_of_devices(1, 2, four) == {"CUDA_VISIBLE_DEVICES": "1,3"}
-  assert launcher.share_of_devices(0, 1, four) == launcher.share_of_devices(1, 2, {}) == {}
+  assert backends.share_of_devices(1, 2, four) == {"CUDA_VISIBLE_DEVICES": "1,3"}
+  assert backends.share_of_devices(0, 1, four) == backends.share_of_devices(1, 2, {}) == {}
   with pytest.raises(UsageError, match="too few for 5 at a time"):
-    launcher.share_of_devices(0, 5, four)
+    backends.share_of_devices(0, 5, four)
 
 
 # Table of the paper: how many sizes or activations, and its methods without adamw.
@@ -81,7 +79,7 @@ def test_there_is_a_sweep_for_each_table_of_the_paper(name, tmp_path, monkeypatc
   monkeypatch.chdir(ROOT)
   settings, methods = TABLES[name]
   words = [f"--sweep=launch/sweeps/{name}.py:2", f"--out={tmp_path}", "--dry_run"]
-  launcher.main(["sweep.py", *words])
+  load_script("launch/sweep.py").main(["sweep.py", *words])
   lines = capsys.readouterr().out.splitlines()
   runs = settings * 2 * (1 + 4 * methods)  # two seeds, four values of rho
   assert lines[-1].startswith(f"# {runs} runs, ")

@@ -6,7 +6,7 @@ import sys
 import pytest
 from helpers.training import ROOT
 
-START = "from nanosam import errors; errors.run(lambda argv: {})"
+START = "from nanosam.system import errors; errors.run(lambda argv: {})"
 
 
 @pytest.mark.parametrize(

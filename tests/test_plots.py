@@ -1,0 +1,29 @@
+"""The command that draws a run: the files it writes, and what it refuses."""
+
+import shutil
+
+import pytest
+
+from nanosam.system import errors
+
+
+def draw(*words):
+  from nanosam import plots
+
+  plots.main(["plots", *words])
+
+
+def test_a_run_without_taus_has_no_picture_of_them(whole, tmp_path):
+  with pytest.raises(errors.UserError, match=r"diagnostics\.every"):
+    draw(f"--workdir={whole}", "--what=tau", f"--out={tmp_path / 'taus'}")
+
+
+def test_figures_have_the_names_asked_for(whole, tmp_path):
+  for name, stem in (("rho0.1", "rho0.1"), ("rho0.05", "rho0.05"), ("loss.svg", "loss")):
+    draw(f"--workdir={whole}", f"--out={tmp_path / name}")
+    assert {f"{stem}.svg", f"{stem}.png"} <= {p.name for p in tmp_path.iterdir()}
+  with pytest.raises(errors.UserError, match="cannot write"):
+    draw(f"--workdir={whole}", "--out=/proc/x/y")
+  shutil.copy(whole / "config.json", tmp_path)
+  with pytest.raises(errors.UserError, match=r"no metrics\.jsonl"):
+    draw(f"--workdir={tmp_path}", f"--out={tmp_path / 'loss'}")
