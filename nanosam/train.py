@@ -9,7 +9,7 @@ from nanosam import config as config_lib
 from nanosam.curvature.diagnostics import Diagnostics
 from nanosam.run.bucket import RemoteWorkdir
 from nanosam.run.cluster import joined
-from nanosam.run.trainer import train
+from nanosam.run.trainer import open_trainer
 from nanosam.run.validate import validate
 from nanosam.run.workdir import open_local
 from nanosam.system import errors
@@ -32,7 +32,10 @@ def main(argv: list[str]) -> None:
         else open_local(c.workdir, hosts)
       )
     with contextlib.closing(workdir):
-      train(c, workdir, stop, hosts, make_diagnostics=Diagnostics)
+      with stop.nothing_to_save():
+        trainer = open_trainer(c, workdir, stop, hosts, make_diagnostics=Diagnostics)
+      if trainer:
+        trainer.run()
 
 
 if __name__ == "__main__":

@@ -156,11 +156,8 @@ def find(s: Any) -> Place | None:
   given = os.environ.get  # by launch/local.py and the like
   coordinator = s.coordinator or given("NANOSAM_COORDINATOR")
   processes = s.num_processes or int(given("NANOSAM_NUM_PROCESSES", 0)) or None
-  process: int | None = s.process_id
-  if s.process_id < 0:
-    process = int(given("NANOSAM_PROCESS_ID", -1))
-    process = None if process < 0 else process
-  local_devices = None
+  number = s.process_id if s.process_id >= 0 else int(given("NANOSAM_PROCESS_ID", -1))
+  process, local_devices = number if number >= 0 else None, None
   if processes == 1:
     return None
   if None in (coordinator, processes, process):

@@ -29,11 +29,8 @@ class Writer(Protocol):
   def write(self, step: int, values: Mapping[str, Value]) -> None:
     """Records the values after `step` updates."""
 
-  def summary(self, values: Mapping[str, float]) -> None:
-    """Sets values that describe the whole run; ignored where there is no place for them."""
-
-  def close(self, exit_code: int = 0) -> None:
-    """Finishes writing, for a run that ends with `exit_code`. Call it once."""
+  def close(self, exit_code: int = 0, summary: Mapping[str, float] | None = None) -> None:
+    """Ends a run that exits with `exit_code`; `summary` describes all of it. Call it once."""
 
 
 def open_writers(
@@ -59,26 +56,17 @@ def open_writers(
   last_step = -1 if resume_step is None else resume_step
   writers: list[Writer] = [JsonlWriter(folder / METRICS_FILE, last_step=last_step)]
   if tensorboard:
-    writers.append(
-      Background(
-        lambda: TensorBoardWriter(folder, first_step=last_step + 1),
-        name="TensorBoard",
-        close_timeout=close_timeout,
-        say=say,
-      )
-    )
+
+    def make_tensorboard() -> TensorBoardWriter:
+      return TensorBoardWriter(folder, first_step=last_step + 1)
+
+    writers.append(Background(make_tensorboard, "TensorBoard", close_timeout, say))
   if wandb != "disabled" and os.environ.get("WANDB_MODE") != "disabled":
-    writers.append(
-      Background(
-        lambda: WandbProcess(
-          folder, mode=wandb, config=config, run=run, say=say, close_timeout=close_timeout
-        ),
-        name="W&B",
-        close_timeout=close_timeout,
-        say=say,
-        abort=WandbProcess.kill,
-      )
-    )
+
+    def make_wandb() -> WandbProcess:
+      return WandbProcess(folder, wandb, config, run, say, close_timeout)
+
+    writers.append(Background(make_wandb, "W&B", close_timeout, say, abort=WandbProcess.kill))
   return FanOut(writers)
 
 
@@ -88,25 +76,15 @@ class FanOut:
   def __init__(self, writers: list[Writer]):
     self._writers = writers
 
-  def write(self, step: int, values: Mapping[str, Value]) -> None:
-    plain = _plain(values)
+  def write(self, step: int, values: Mapping[str, Any]) -> None:
+    plain = {k: v.item() if hasattr(v, "item") else v for k, v in values.items()}
     for writer in self._writers:
       writer.write(int(step), plain)
 
-  def summary(self, values: Mapping[str, float]) -> None:
-    plain = _plain(values)
-    for writer in self._writers:
-      writer.summary(plain)
-
-  def close(self, exit_code: int = 0) -> None:
+  def close(self, exit_code: int = 0, summary: Mapping[str, float] | None = None) -> None:
     with contextlib.ExitStack() as stack:
       for writer in reversed(self._writers):
-        stack.callback(writer.close, exit_code)
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-  """A copy with NumPy and JAX scalars turned into Python numbers."""
-  return {k: v.item() if hasattr(v, "item") else v for k, v in values.items()}
+        stack.callback(writer.close, exit_code, summary)
 
 
 class TensorBoardWriter:
@@ -142,10 +120,7 @@ class TensorBoardWriter:
     if scalars:
       self._append(step, summary=self._summary(value=scalars))
 
-  def summary(self, values: Mapping[str, float]) -> None:
-    """Nothing to do: TensorBoard has no values for a whole run."""
-
-  def close(self, exit_code: int = 0) -> None:
+  def close(self, exit_code: int = 0, summary: Mapping[str, float] | None = None) -> None:
     self._file.close()
 
 
@@ -170,7 +145,6 @@ class Background(Generic[W]):
   def __init__(
     self,
     make_writer: Callable[[], W],
-    *,
     name: str,
     close_timeout: float,
     say: Say,
@@ -179,56 +153,41 @@ class Background(Generic[W]):
   ):
     self._make_writer, self._abort = make_writer, abort
     self._name, self._close_timeout, self._say = name, close_timeout, say
-    self._queue: queue.Queue[Callable[[W], None] | None] = queue.Queue(capacity)
+    self._queue: queue.Queue[tuple[int, dict[str, Value]] | None] = queue.Queue(capacity)
+    self._end: tuple[int, Mapping[str, float] | None] = (0, None)
     self._writer: W | None = None
     self._failed = False
     self._dropped = 0
-    self._exit_code = 0
     self._thread = threading.Thread(target=self._work, name=f"writer-{name}", daemon=True)
     self._thread.start()
 
   def write(self, step: int, values: Mapping[str, Value]) -> None:
-    values = dict(values)  # the caller may change its copy
-    self._put(lambda writer: writer.write(step, values))
-
-  def summary(self, values: Mapping[str, float]) -> None:
-    values = dict(values)
-    if self._queue.full():  # a record makes room: the summary is what people look at last
-      with contextlib.suppress(queue.Empty):
-        self._queue.get_nowait()
-        self._count_drop()
-    self._put(lambda writer: writer.summary(values))
-
-  def _put(self, action: Callable[[W], None]) -> None:
     if self._failed:
       return
     try:
-      self._queue.put_nowait(action)
+      self._queue.put_nowait((step, dict(values)))  # a copy: the caller may change its own
     except queue.Full:
-      self._count_drop()
-
-  def _count_drop(self) -> None:
-    self._dropped += 1
-    if self._dropped == 1:
-      self._say(
-        f"{self._name} does not keep up: records for it are dropped until it does; "
-        f"{METRICS_FILE} is complete"
-      )
+      self._dropped += 1
+      if self._dropped == 1:
+        self._say(
+          f"{self._name} does not keep up: records for it are dropped until it does; "
+          f"{METRICS_FILE} is complete"
+        )
 
   def _work(self) -> None:
     try:
       self._writer = self._make_writer()
-      while (action := self._queue.get()) is not None:
-        action(self._writer)
-      self._writer.close(self._exit_code)
+      while (record := self._queue.get()) is not None:
+        self._writer.write(*record)
+      self._writer.close(*self._end)
     except BaseException as e:  # even a SystemExit: a logger must not end the run
       if self._failed:  # close() has given up on it and said so
         return
       self._failed = True
       self._say(f"{self._name} logging is off: {first_line(e)}; {METRICS_FILE} is complete")
 
-  def close(self, exit_code: int = 0) -> None:
-    self._exit_code = exit_code
+  def close(self, exit_code: int = 0, summary: Mapping[str, float] | None = None) -> None:
+    self._end = exit_code, summary
     deadline = time.monotonic() + self._close_timeout
     with contextlib.suppress(queue.Full):
       if not self._failed:

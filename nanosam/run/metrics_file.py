@@ -41,10 +41,7 @@ class JsonlWriter:
       while line:  # one system call, unless the disk takes only part of the line
         line = line[os.write(self._fd, line) :]
 
-  def summary(self, values: Mapping[str, float]) -> None:
-    """Nothing to do: best and last values can be read off the records."""
-
-  def close(self, exit_code: int = 0) -> None:
+  def close(self, exit_code: int = 0, summary: Mapping[str, float] | None = None) -> None:
     with disk_errors(self._path):
       os.close(self._fd)
 
@@ -80,9 +77,7 @@ def _parse(path: epath.Path | pathlib.Path) -> list[tuple[bytes, dict[str, Any]]
 
 
 def _encode(value: Value) -> Value:
-  if isinstance(value, float) and not math.isfinite(value):
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-  return value
+  return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _decode(value: Any) -> Any:

@@ -52,6 +52,9 @@ class Position:
     self.evaluated, self.last_eval_loss = step, loss
     self.best_eval_loss = min(self.best_eval_loss, loss)  # a NaN is never the best
 
+  def finished(self, steps: int) -> bool:
+    return self.step == self.evaluated == steps
+
 
 def position(workdir: pathlib.Path, step: int) -> Position:
   """The position after `step` updates, with the evaluations on record up to there."""
@@ -70,7 +73,7 @@ def refuse_finished(workdir: pathlib.Path) -> None:
   if not has_record(workdir):
     return
   steps = read_config(workdir)["opt"]["num_train_steps"]
-  if position(workdir, steps).evaluated == steps:
+  if position(workdir, steps).finished(steps):
     raise UserError(
       f"{workdir} holds the record of a finished run without checkpoints, which training would "
       "overwrite: use another workdir, or remove this one"

@@ -1,4 +1,4 @@
-"""A trained model, read back from its workdir: what the commands over a run share."""
+"""Loads a trained model from its workdir, for the commands that work on a run."""
 
 import contextlib
 import math
@@ -32,7 +32,7 @@ class Loaded(NamedTuple):
   params: Params
   mesh: Mesh  # over all devices of this machine, however many the run had
   step: int
-  moments: Moments = Moments()  # of its optimizer, if asked for
+  moments: Moments = Moments()  # of the optimizer, if asked for
 
 
 def load_run(
@@ -51,7 +51,7 @@ def load_run(
   if source.fingerprint != environment.get("data"):
     raise UserError(
       f"{workdir} was trained on data {environment.get('data')}, but {c.data.source} is now "
-      f"{source.fingerprint} (other files, or other package versions under the embedded corpus); "
+      f"{source.fingerprint} (other files, or other package versions behind the embedded corpus): "
       "restore that data"
     )
   mesh = sharding.make_mesh(data=1, fsdp=-1)
@@ -68,7 +68,7 @@ def load_run(
 def _config(
   workdir: epath.Path, stored: dict[str, Any], environment: dict[str, Any]
 ) -> ml_collections.ConfigDict:
-  """Keys that are younger than the run have their defaults."""
+  """The stored config; keys that are newer than the run have their defaults."""
   c = ml_collections.ConfigDict(config_lib.default().to_dict())
   try:
     if unknown := config_lib.flat(stored).keys() - config_lib.flat(c).keys():
@@ -92,14 +92,14 @@ def _open_checkpoints(workdir: epath.Path) -> Checkpoints:
 def _choose(checkpoints: Checkpoints, workdir: epath.Path, step: str) -> int:
   steps = checkpoints.steps()
   if not steps:
-    raise UserError(f"{workdir} has no checkpoint yet; wait for the first, or train on")
+    raise UserError(f"{workdir} has no checkpoint yet: wait for the first, or train longer")
   if step == "latest":
     return steps[-1]
   if step == "best":
     evaluated = _eval_losses(workdir)
     losses = {step: evaluated[step] for step in steps if step in evaluated}
     if not losses:
-      raise UserError(f"no checkpoint in {workdir} was evaluated; say --step=latest")
+      raise UserError(f"no checkpoint in {workdir} was evaluated: use --step=latest")
     return min(losses, key=lambda step: losses[step])
   if step.isdigit() and int(step) in steps:
     return int(step)

@@ -34,24 +34,6 @@ Diagnostics = Callable[[TrainState], dict[str, float]]
 MakeDiagnostics = Callable[[TrainStep, Source], Diagnostics]
 
 
-def train(
-  c: ml_collections.ConfigDict,
-  workdir: Workdir,
-  stop: StopRequest,
-  hosts: Hosts,
-  make_diagnostics: MakeDiagnostics,
-) -> None:
-  """Trains to the last step, from the newest checkpoint on; raises Interrupted if asked to stop."""
-  with stop.nothing_to_save():
-    trainer = open_trainer(c, workdir, stop, hosts, make_diagnostics)
-  if trainer:
-    trainer.run()
-
-
-# Before the loop. The order of what follows is deliberate: what is wrong with the request or the
-# workdir shows before the compile, and config.json changes only after it.
-
-
 def open_trainer(
   c: ml_collections.ConfigDict,
   workdir: Workdir,
@@ -59,10 +41,14 @@ def open_trainer(
   hosts: Hosts,
   make_diagnostics: MakeDiagnostics,
 ) -> "Trainer | None":
-  """Restores or starts the run, compiles its step and opens its files; None if it is finished."""
+  """Restores or starts the run, compiles its step and opens its files; None if it is finished.
+
+  The order matters: what is wrong with the request or with the workdir shows before the compile,
+  and config.json changes only after it.
+  """
   start = _restore_or_init(c, workdir, hosts)
   train_step, source, at, say = start.train_step, start.source, start.at, start.progress.note
-  if at.step == c.opt.num_train_steps == at.evaluated:
+  if at.finished(c.opt.num_train_steps):
     say(f"{workdir} is finished: {at.step} steps, eval loss {at.last_eval_loss:.4f}")
     return None
   mesh = train_step.mesh
@@ -246,7 +232,7 @@ class Trainer:
   meter: Meter
 
   def run(self) -> None:
-    """Trains, and closes everything whatever happens."""
+    """Trains to the last step and closes everything; raises Interrupted if asked to stop."""
     exit_code = UserError.exit_code
     try:
       self.loop()
@@ -261,27 +247,22 @@ class Trainer:
       raise Interrupted(f"stopped at step {self.at.step}; run the same command to {again}")
     self.progress.note(f"finished: {self.workdir}")
 
-  def at_end(self) -> bool:
-    return self.at.step == self.c.opt.num_train_steps
-
   def finished(self) -> bool:
-    return self.at_end() and self.at.evaluated == self.at.step
+    return self.at.finished(self.c.opt.num_train_steps)
 
-  def due(self, every: int) -> bool:
-    return self.at.step > 0 and (self.at.step % every == 0 or self.at_end())
-
-  def diagnostics_due(self) -> bool:
-    """From step 0 on: tau changes most in the first steps."""
-    every, step = self.c.diagnostics.every, self.at.step
-    return bool(every) and (step % every == 0 or self.at_end()) and self.at.diagnosed != step
+  def due(self, every: int, last: int) -> bool:
+    """Whether it is time for what happens `every` so many steps, and happened at step `last`."""
+    step = self.at.step
+    at_end = step == self.c.opt.num_train_steps
+    return step != last and every > 0 and (step % every == 0 or at_end)
 
   def loop(self) -> None:
     pending: Pending | None = None
     while True:
       stopping = self.hosts.asked_to_stop(self.stop, self.at.step)
-      evaluate = self.due(self.c.eval_every_steps) and self.at.evaluated != self.at.step
-      save = self.due(self.c.checkpoint_every_steps) or stopping
-      diagnose = self.diagnostics_due() and not stopping
+      evaluate = self.due(self.c.eval_every_steps, last=self.at.evaluated)
+      save = self.due(self.c.checkpoint_every_steps, last=0) or stopping
+      diagnose = self.due(self.c.diagnostics.every, last=self.at.diagnosed) and not stopping
       if pending and (evaluate or save or diagnose):
         self.log(pending)
         pending = None
@@ -331,12 +312,12 @@ class Trainer:
 
   def bad_step(self, pending: Pending, metrics: dict[str, Any]) -> UserError:
     self.writers.write(pending.step, metrics)
-    mesh, net = self.train_step.mesh, self.train_step.net
-    text = health.report(pending.step, metrics, net, self.state.params, pending.batch, mesh)
+    net, mesh = self.train_step.net, self.train_step.mesh
+    rows = health.bad_rows(net, self.state.params, pending.batch, mesh)
     if self.checkpoints:
       self.checkpoints.wait()
     steps = self.checkpoints.steps() if self.checkpoints else []
-    return health.bad_step_error(text, steps[-1] if steps else None, self.c.guard, metrics)
+    return health.bad_step_error(pending.step, metrics, rows, steps, self.c.guard)
 
   def evaluate(self) -> bool:
     """False if it was interrupted: the same command then evaluates at this step first."""
@@ -375,10 +356,9 @@ class Trainer:
   def close(self, exit_code: int) -> None:
     with contextlib.ExitStack() as stack:  # from the last to the first, even if one fails
       stack.callback(self.progress.close)
-      stack.callback(self.writers.close, exit_code)
-      if self.at.evaluated:
-        best, last = self.at.best_eval_loss, self.at.last_eval_loss
-        stack.callback(self.writers.summary, {"best_eval_loss": best, "last_eval_loss": last})
+      best, last = self.at.best_eval_loss, self.at.last_eval_loss
+      summary = {"best_eval_loss": best, "last_eval_loss": last} if self.at.evaluated else {}
+      stack.callback(self.writers.close, exit_code, summary)
       if self.checkpoints and not self.hosts.broken:
         stack.callback(self.checkpoints.close)
       stack.callback(self.stream.close)

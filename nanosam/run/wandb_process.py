@@ -33,7 +33,6 @@ class WandbProcess:
   def __init__(
     self,
     workdir: str | os.PathLike[str],
-    *,
     mode: str,
     config: dict[str, Any],
     run: Mapping[str, Any],
@@ -91,11 +90,8 @@ class WandbProcess:
   def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
     self._send(write={**values, "step": step})
 
-  def summary(self, values: Mapping[str, float]) -> None:
-    self._send(summary=dict(values))
-
-  def close(self, exit_code: int = 0) -> None:
-    self._send(close=exit_code)
+  def close(self, exit_code: int = 0, summary: Mapping[str, float] | None = None) -> None:
+    self._send(close=exit_code, summary=dict(summary or {}))
     assert self._process.stdin
     self._process.stdin.close()
     if self._process.wait() != 0:
@@ -218,9 +214,8 @@ def _serve(messages: Any, say: Callable[[str], None]) -> None:
     if "write" in message:
       run.log(message["write"], step=rows.next, commit=True)
       rows.advance()
-    elif "summary" in message:
-      run.summary.update(message["summary"])
     else:
+      run.summary.update(message["summary"])
       exit_code = message["close"]
   run.finish(exit_code=exit_code)
 
