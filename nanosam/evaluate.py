@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
   run = load_run(args.workdir, args.step)
   name = args.source or run.config.data.source
   data = _data(run, name)
-  evaluation = Evaluator(run.net, data, run.config.eval_batch_size, run.mesh)(run.params)
+  evaluation = Evaluator(run.model, data, run.config.eval_batch_size, run.mesh)(run.params)
   if args.save:
     evaluation.save(pathlib.Path(args.workdir) / SEQUENCES_FILE, run.step)
   rows = len(data.batch.inputs_BxL)

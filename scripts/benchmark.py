@@ -24,13 +24,14 @@ from nanosam import config as config_lib
 from nanosam.curvature import products
 from nanosam.data.batch import Batch
 from nanosam.model import sharding
+from nanosam.model.language_model import model_config
 from nanosam.model.transformer import Transformer, unembedding
 from nanosam.optim import guard
 from nanosam.optim.gradient import Estimate
 from nanosam.optim.methods import METHODS
 from nanosam.optim.passes import Passes
 from nanosam.run import flops
-from nanosam.run.step import TrainStep, model_config
+from nanosam.run.step import TrainStep
 from nanosam.run.validate import validate
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
@@ -122,7 +123,7 @@ PRODUCTS = {
 def measure_curvature(args: argparse.Namespace) -> list[dict[str, Any]]:
   """Products with the Hessian and its parts, against one gradient of the same batch."""
   program = Program("adamw", args)
-  net = products.exact_net(program.train_step.config, args.vocab_size)
+  net = products.exact_model(program.train_step.config, args.vocab_size)
   params, batch = program.state.params, program.batch
   vector_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
   functions = {GRADIENT: lambda passes, _: passes.plain()[1], **PRODUCTS}

@@ -7,8 +7,8 @@ import pytest
 
 from nanosam import config as config_lib
 from nanosam import train
+from nanosam.model.language_model import model_config
 from nanosam.model.transformer import Transformer
-from nanosam.run.step import model_config
 from nanosam.run.validate import check_devices, validate
 from nanosam.system.errors import UsageError
 

@@ -93,7 +93,7 @@ class Measurement:
     )
     batches = [data.rows(slice(i, i + size)) for i in range(0, args.batches * size, size)]
     self.sequences, self.tokens = len(data.inputs_BxL), int(data.weights_BxL.sum())
-    net = products.exact_net(c, run.source.tokenizer.vocab_size)
+    net = products.exact_model(c, run.source.tokenizer.vocab_size)
     microbatches = -(-size * c.grad_accumulation_steps // c.batch_size)
     self._surface = Surface(net, batches, run.mesh, microbatches)
     self._evaluator = Evaluator(net, EvalSet(data, 0, 0), -(-size // microbatches), run.mesh)

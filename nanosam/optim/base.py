@@ -9,11 +9,11 @@ import optax
 
 from nanosam.optim import schedules
 from nanosam.optim.direction import Moments
-from nanosam.system.errors import UsageError
+from nanosam.optim.methods import MethodError
 
 
-def _path(path) -> str:
-  return "/".join(str(getattr(key, "key", key)) for key in path)
+def _path(path: Any) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _muon_axes(params: Any) -> Any:
@@ -66,7 +66,7 @@ def matching(params: Any, pattern: str, key: str = "the pattern") -> Any:
   found = jax.tree_util.tree_map_with_path(lambda p, _: bool(re.search(pattern, _path(p))), params)
   if not any(jax.tree.leaves(found)):
     names = [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    raise UsageError(f"{key}={pattern} matches no parameter; they are {', '.join(names)}")
+    raise MethodError(f"{key}={pattern} matches no parameter; they are {', '.join(names)}")
   return found
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from nanosam.model.transformer import Params
+from nanosam.optim.objective import Params
 
 
 class Moments(NamedTuple):
@@ -65,10 +65,11 @@ def _preconditioned(g: Params, params: Params, moments: Moments, opt: Any) -> Ra
 
 
 def _adaptive(g: Params, params: Params, moments: Moments, opt: Any) -> Ray:
-  """ASAM: distances relative to each weight; the scales of norms are left as they are."""
+  """ASAM: distances relative to each weight; biases and scales of norms stay as they are."""
 
   def relative(path: Any, w: jax.Array) -> jax.Array:
-    return jnp.ones_like(w) if path[-1].key == "scale" else jnp.abs(w) + opt.asam_eta
+    name = jax.tree_util.keystr(path[-1:], simple=True)
+    return jnp.ones_like(w) if name in ("bias", "scale") else jnp.abs(w) + opt.asam_eta
 
   scale = jax.tree_util.tree_map_with_path(relative, params)
   scaled = jax.tree.map(jnp.multiply, scale, g)

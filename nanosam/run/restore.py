@@ -13,10 +13,10 @@ from nanosam import __version__
 from nanosam import config as config_lib
 from nanosam.data.sources import Source, source_of
 from nanosam.model import sharding
+from nanosam.model.language_model import LanguageModel
 from nanosam.model.transformer import Params
 from nanosam.optim import base
 from nanosam.optim.direction import Moments
-from nanosam.optim.passes import Net
 from nanosam.run import record, runtime
 from nanosam.run.checkpoint import FOLDER, Checkpoints
 from nanosam.run.metrics_file import METRICS_FILE, read_metrics
@@ -28,7 +28,7 @@ from nanosam.system.remote import is_remote, reaching
 class Loaded(NamedTuple):
   config: ml_collections.ConfigDict
   source: Source
-  net: Net
+  model: LanguageModel
   params: Params
   mesh: Mesh  # over all devices of this machine, however many the run had
   step: int
@@ -62,7 +62,7 @@ def load_run(
   state = checkpoints.restore_parts(wanted, number)
   checkpoints.close()
   moments = base.moments(state["opt_state"]) if with_moments else Moments()
-  return Loaded(c, source, train_step.net, state["params"], mesh, number, moments)
+  return Loaded(c, source, train_step.model, state["params"], mesh, number, moments)
 
 
 def _config(

@@ -54,7 +54,7 @@ def open_trainer(
   mesh = train_step.mesh
   kind = mesh.devices.flat[0].device_kind
   eval_data = eval_set(source, c)
-  evaluator = Evaluator(train_step.net, eval_data, c.eval_batch_size, mesh)
+  evaluator = Evaluator(train_step.model, eval_data, c.eval_batch_size, mesh)
   say(f"{c.opt.method} on {mesh.size} x {kind}; compiling the step")
   compiled = CompiledStep.of(train_step)
   params = train_step.abstract_params
@@ -312,8 +312,8 @@ class Trainer:
 
   def bad_step(self, pending: Pending, metrics: dict[str, Any]) -> UserError:
     self.writers.write(pending.step, metrics)
-    net, mesh = self.train_step.net, self.train_step.mesh
-    rows = health.bad_rows(net, self.state.params, pending.batch, mesh)
+    model, mesh = self.train_step.model, self.train_step.mesh
+    rows = health.bad_rows(model, self.state.params, pending.batch, mesh)
     if self.checkpoints:
       self.checkpoints.wait()
     steps = self.checkpoints.steps() if self.checkpoints else []

@@ -102,7 +102,10 @@ def _multiples(value: int, of: int) -> str:
 
 def _method(c: ml_collections.ConfigDict) -> None:
   o = c.opt
-  direction, path = methods.resolve(o)
+  try:
+    direction, path = methods.resolve(o)
+  except methods.MethodError as e:
+    raise UsageError(str(e)) from e
   need(0 <= o.phi <= math.pi / 2, f"opt.phi={o.phi} must lie in [0, pi/2]")
   need(
     o.method != "momentum_precond_func_sam" or o.precond_variant == "post",

@@ -30,14 +30,14 @@ from nanosam.run.step import TrainStep
 PATHS = {"H": HESSIAN, "HG": GAUSS_NEWTON, "HF": FUNCTIONAL}
 
 
-def dense(params, batch, net=None):
+def dense(params, batch, model=None):
   """H, H_G and H_F of the toy as matrices, by autodiff through all logits at once."""
   theta, unravel = jax.flatten_util.ravel_pytree(params)
-  net = net or toy()
+  model = model or toy()
 
   def logits(theta):
     p = unravel(theta)
-    return jnp.einsum("bld,vd->blv", net.hidden(p, batch), unembedding(p))
+    return jnp.einsum("bld,vd->blv", model.hidden(p, batch), unembedding(p))
 
   def loss(S):
     nll_BxL = optax.softmax_cross_entropy_with_integer_labels(S, batch.targets_BxL)
@@ -134,8 +134,8 @@ def test_no_product_holds_all_logits():
   def hidden(p, batch):
     return jnp.tanh(p["embed"][batch.inputs_BxL] @ p["mix"])
 
-  net = toy(hidden=hidden, hidden_perturbed=hidden, chunk=8)
-  passes = Passes(net, params, batch)
+  model = toy(hidden=hidden, hidden_perturbed=hidden, chunk=8)
+  passes = Passes(model, params, batch)
   programs = [lambda v, path=path: products.product(passes, path, v) for path in PATHS.values()]
   for program in [*programs, lambda v: products.quadratic_forms(passes, v)]:
     text = str(jax.make_jaxpr(program)(params))
@@ -149,8 +149,8 @@ def test_a_hessian_product_costs_what_it_should(tiny_config):
   """Of three products of matrices each has two tangents, and two are needed themselves: 8/3."""
   mesh = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
   train_step = TrainStep(tiny_config, V, mesh)
-  passes = Passes(train_step.net, train_step.init(0).params, random_batch(0, 8, 12, V))
-  gradient = flops.count(jax.make_jaxpr(lambda: passes.plain()[1])())
+  passes = Passes(train_step.model, train_step.init(0).params, random_batch(0, 8, 12, V))
+  gradient = flops.count(jax.make_jaxpr(lambda: passes.first()[1])())
   for path, most in ((HESSIAN, 2.75), (GAUSS_NEWTON, 2.35), (FUNCTIONAL, 3.4)):
     jaxpr = jax.make_jaxpr(lambda v, path=path: products.product(passes, path, v))(passes.params)
     assert flops.count(jaxpr) <= most * gradient, path
@@ -161,8 +161,8 @@ def test_a_hessian_product_costs_what_it_should(tiny_config):
 
 @functools.partial(jax.jit, static_argnames="hidden")
 def find_taus(params, batch, d, hidden=hidden):
-  net = toy(hidden=hidden, hidden_perturbed=hidden)
-  return products.taus(Passes(net, params, batch), d)
+  model = toy(hidden=hidden, hidden_perturbed=hidden)
+  return products.taus(Passes(model, params, batch), d)
 
 
 def test_taus_are_those_of_the_dense_matrices(x64):
@@ -207,7 +207,7 @@ def test_two_linear_layers_have_the_functional_hessian_of_their_product(x64):
   """F = x W1 W2^T: <R, F> is bilinear, so H_F (V1, V2) = (x^T R V2, (x V1)^T R)^T, closed form."""
   _, batch, _ = setting()
   x = jax.random.normal(jax.random.key(5), (*batch.inputs_BxL.shape, 4))
-  net = toy(hidden=lambda p, b: x @ p["W1"], hidden_perturbed=lambda p, b: x @ p["W1"])
+  model = toy(hidden=lambda p, b: x @ p["W1"], hidden_perturbed=lambda p, b: x @ p["W1"])
   params = {
     "W1": jax.random.normal(jax.random.key(6), (4, 5)),
     "unembed": jax.random.normal(jax.random.key(7), (V, 5)),
@@ -217,7 +217,7 @@ def test_two_linear_layers_have_the_functional_hessian_of_their_product(x64):
   S = jnp.einsum("blx,xd,vd->blv", x, params["W1"], params["unembed"])
   weights = batch.weights_BxL / batch.weights_BxL.sum()
   R = weights[..., None] * (jax.nn.softmax(S) - jax.nn.one_hot(batch.targets_BxL, V))
-  passes = Passes(net, params, batch)
+  passes = Passes(model, params, batch)
   found = jax.jit(lambda v: products.product(passes, FUNCTIONAL, v))(v)
   expected = {
     "W1": jnp.einsum("blx,blv,vd->xd", x, R, v["unembed"]),
@@ -327,12 +327,12 @@ def model(tiny_config):
   one = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
   state = TrainStep(tiny_config, vocab, one).init(0)
   batches = [jax.tree.map(np.asarray, random_batch(i, 8, 12, vocab)) for i in range(2)]
-  net = products.exact_net(tiny_config, vocab)
+  model = products.exact_model(tiny_config, vocab)
 
   def surface(mesh=one, microbatches=1):
-    return Surface(net, batches, mesh, microbatches), place(state.params, mesh)
+    return Surface(model, batches, mesh, microbatches), place(state.params, mesh)
 
-  surface.net, surface.batches, surface.opt = net, batches, tiny_config.opt
+  surface.model, surface.batches, surface.opt = model, batches, tiny_config.opt
   surface.parameters = sum(x.size for x in jax.tree.leaves(state.params))
   return surface
 
@@ -351,7 +351,7 @@ def test_a_model_of_some_thousand_parameters_against_its_dense_hessian(model):
 
   def gradient(theta):
     return jax.flatten_util.ravel_pytree(
-      jax.grad(lambda p: loss_fn(p, batch, model.net))(unravel(theta))
+      jax.grad(lambda p: loss_fn(p, batch, model.model))(unravel(theta))
     )[0]
 
   column = jax.jit(lambda e: jax.jvp(gradient, (theta,), (e,))[1])

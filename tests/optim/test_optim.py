@@ -62,7 +62,7 @@ def test_adamw_is_optax_adamw_with_the_configs_settings(tiny_config):
   @jax.jit
   def reference(params, opt_state, batch):
     def loss(p):
-      logits = jnp.einsum("bld,vd->blv", train_step.net.hidden(p, batch), p["embed"])
+      logits = jnp.einsum("bld,vd->blv", train_step.model.hidden(p, batch), p["embed"])
       nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets_BxL)
       return jnp.sum(nll * batch.weights_BxL) / jnp.sum(batch.weights_BxL)
 
@@ -381,7 +381,7 @@ def test_guard_sees_bad_parameters(tiny_config, value):
 def test_guard_sees_one_bad_entry_of_a_gradient_behind_a_finite_loss(
   tiny_config, value, devices, monkeypatch
 ):
-  plain = Passes.plain
+  plain = Passes.first
 
   def spoiled(self, path=None):
     loss, g, kept = plain(self, path)
@@ -389,7 +389,7 @@ def test_guard_sees_one_bad_entry_of_a_gradient_behind_a_finite_loss(
     return loss, g, kept
 
   c = tiny_config
-  monkeypatch.setattr(Passes, "plain", spoiled)
+  monkeypatch.setattr(Passes, "first", spoiled)
   start = jax.device_get(make_step(c, devices).init(0).params)
   state, history = steps(c, 1, devices)
   assert np.isfinite(history[0]["train/loss"])
@@ -418,7 +418,7 @@ def test_a_second_pass_that_alone_goes_wrong(tiny_config, policy):
 def test_a_bad_gradient_where_rho_is_scheduled_to_be_zero_is_no_second_pass(
   tiny_config, perturbed, monkeypatch
 ):
-  plain = Passes.plain
+  plain = Passes.first
 
   def spoiled(self, path=None):
     loss, g, kept = plain(self, path)
@@ -427,7 +427,7 @@ def test_a_bad_gradient_where_rho_is_scheduled_to_be_zero_is_no_second_pass(
   c = tiny_config
   c.opt.update(method="sam", rho=0.5, rho_schedule="piecewise", rho_pieces="0.8:1")
   c.guard.update(policy="skip", perturbed=perturbed)
-  monkeypatch.setattr(Passes, "plain", spoiled)
+  monkeypatch.setattr(Passes, "first", spoiled)
   start = jax.device_get(make_step(c).init(0).params)
   state, history = steps(c, 1)
   assert history[0]["guard/nonfinite"] == 1 and history[0]["guard/perturbed_nonfinite"] == 0
