@@ -1,4 +1,4 @@
-"""Contradictions in a config, found before any device is touched."""
+"""Checks of a config before any device is used."""
 
 import math
 import re
@@ -46,9 +46,9 @@ REGEXES = ("opt.weight_decay_params", "opt.perturb_params")
 
 
 def validate(c: ml_collections.ConfigDict) -> None:
-  """Raises a UsageError for the first thing that cannot work, saying what would."""
+  """Raises a UsageError for the first setting that cannot work, and says what would."""
   values = flat(c)
-  need(bool(c.workdir), "no workdir: say --config.workdir=DIR")
+  need(bool(c.workdir), "no workdir: set --config.workdir=DIR")
   for key, known in CHOICES.items():
     lookup(key, values[key], dict.fromkeys(known))
   for key, value in values.items():
@@ -95,7 +95,7 @@ def _sizes(c: ml_collections.ConfigDict) -> None:
 
 
 def _multiples(value: int, of: int) -> str:
-  """The nearest ones, below and above."""
+  """The nearest multiples, below and above."""
   low = value // of * of
   return f"{low} or {low + of}" if low else str(of)
 

@@ -11,7 +11,7 @@ from nanosam.data.tokenizer import train_tokenizer
 from nanosam.model import sharding
 from nanosam.run import evaluation, restore
 from nanosam.run.evaluation import Evaluator, Stopped
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.system import errors
 
 
