@@ -559,13 +559,13 @@ def test_last_step_is_shown_once():
 
 
 def test_time_left_counts_pauses_but_does_not_jump():
-  left = progress._TimeLeft(10_000)
+  left = progress.TimeLeft()
   now, estimates = 0.0, []
   for step in range(1, 2001):
     now += 0.1
     if step % 100 == 0:
       now += 5.0  # eval
-    estimates.append(left.update(step, now))
+    estimates.append(left.update(step, 10_000, now))
   true = 8000 * 0.1 + 80 * 5.0
   assert estimates[-1] == pytest.approx(true, rel=0.1)
   late = estimates[1000:]
