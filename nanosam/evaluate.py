@@ -9,8 +9,8 @@ import pathlib
 from nanosam.data.batch import EvalSet
 from nanosam.data.sources import eval_set, source_of
 from nanosam.run.evaluation import Evaluator
+from nanosam.run.record import SEQUENCES_FILE
 from nanosam.run.restore import Loaded, load_run
-from nanosam.run.workdir import SEQUENCES_FILE
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser
 from nanosam.system.errors import UsageError

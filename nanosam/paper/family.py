@@ -16,7 +16,7 @@ from nanosam.paper import measures, protocol
 from nanosam.paper.findings import rho_points
 from nanosam.paper.page import Block, Figure, Figures, Folded, Grid, Items, Section, Text
 from nanosam.paper.protocol import ADAMW
-from nanosam.run.log import METRICS_FILE, read_metrics
+from nanosam.run.metrics_file import METRICS_FILE, read_metrics
 from nanosam.study import comparison, plots, tables
 from nanosam.study.runs import Run
 from nanosam.study.tables import Table

@@ -11,7 +11,7 @@ from nanosam import sharpness as command
 from nanosam.curvature import sharpness
 from nanosam.curvature.diagnostics import validation_rows
 from nanosam.run import restore
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.system import errors
 
 QUICK = ("--batches=2", "--batch_size=4", "--directions=1", "--rho=0.01,0.1")
@@ -115,7 +115,7 @@ def test_errors(whole, tmp_path):
   assert "between 0 and 1" in error(there, "--sem=0")
   assert "positive" in error(there, "--rho=0.1,-1")
   assert "holds no run" in error(f"--workdir={tmp_path}")
-  assert "say where the results go, --out=DIR" in error("--workdir=gs://bucket/run")
+  assert "say where to write the results, --out=DIR" in error("--workdir=gs://bucket/run")
   assert "choose latest, best or one of 12, 16" in error(there, "--step=13")
   message = error(there, "--batch_size=100000")
   assert "400000 sequences of 32 tokens" in message and "lower --batches or" in message
