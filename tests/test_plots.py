@@ -5,7 +5,7 @@ import shutil
 import pytest
 from helpers.drawn import read_figure
 
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.system import errors
 
 
