@@ -11,7 +11,7 @@ import re
 
 from nanosam.curvature.pruning import FILE, curve, table
 from nanosam.run.restore import load_run
-from nanosam.study import plots
+from nanosam.study import figures
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser, numbers, results_folder
 from nanosam.system.errors import UsageError
@@ -21,7 +21,7 @@ from nanosam.system.files import write_json
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
   check(args)
-  plots.check_installed()
+  figures.check_installed()
   out = results_folder(args)
   first, *others = (
     curve(load_run(workdir, args.step), workdir, args) for workdir in (args.workdir, *args.compare)
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
   found = {**first, "compared": others}
   write_json(out / FILE, found)
   print(table([first, *others]))
-  plots.pruning(out / "prune", [first, *others])
+  figures.pruning(out / "prune", [first, *others])
   print(f"written: {out / FILE} and its picture")
 
 

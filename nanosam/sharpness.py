@@ -15,7 +15,7 @@ import math
 
 from nanosam.curvature.sharpness import FILE, measure, table
 from nanosam.run.restore import load_run
-from nanosam.study import plots
+from nanosam.study import figures
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser, numbers, results_folder
 from nanosam.system.errors import UsageError
@@ -25,12 +25,12 @@ from nanosam.system.files import write_json
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
   check(args)
-  plots.check_installed()
+  figures.check_installed()
   out = results_folder(args)
   found = measure(load_run(args.workdir, args.step, with_moments=True), args)
   write_json(out / FILE, found)
   print(table(found))
-  plots.landscape(out / "sharpness", found)
+  figures.landscape(out / "sharpness", found)
   print(f"written: {out / FILE} and its picture")
 
 

@@ -136,7 +136,7 @@ jax.distributed.shutdown()
 
 def test_launchers_say_what_is_missing(start, stand_ins):
   code, out = ended(start(sys.executable, "launch/local.py", "--processes=2"))
-  assert code == 2 and out.startswith("nanosam: say --processes=N"), out
+  assert code == 2 and out.startswith("nanosam: give --processes=N"), out
   code, out = ended(start(sys.executable, "launch/local.py", "--processes=2", "--", "nosuch"))
   assert code == 2 and out.startswith("nanosam: cannot run nosuch: "), out
   pod = ["bash", "launch/tpu_pod.sh"]
@@ -251,8 +251,8 @@ def test_a_sweep_on_tpus_brings_its_records_home(start, stand_ins, tmp_path, who
       "-c",
       f"""
 import pathlib
-from nanosam.study import sweep
-print(sweep.plan(sweep.load({str(tmp_path / "one_run.py")!r}), pathlib.Path("x"))[0].id)""",
+from nanosam.study import sweeps
+print(sweeps.make_jobs(sweeps.load({str(tmp_path / "one_run.py")!r}), pathlib.Path("x"))[0].id)""",
     )
   )[1].strip()
   bucket = stand_ins.root / "bucket" / "b" / name
