@@ -1,9 +1,9 @@
-"""What a model loses when its smallest weights are set to zero, all at once and without retraining.
+"""Prunes a model: eval loss after setting its smallest weights to zero, without retraining.
 
 python -m nanosam.prune --workdir=DIR [--compare DIR ...] [--sparsity=0,0.1,...] [--params=REGEX]
 
-Weights are ranked by magnitude over all matrices together. Writes prune.json and a picture of eval
-loss against sparsity (Figure 5 of arXiv 2502.02407) into the workdir, or --out.
+Weights are ranked by magnitude over all matrices together. Writes prune.json and a figure of eval
+loss against sparsity (Figure 5 of arXiv 2502.02407) to the workdir, or to --out.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
   write_json(out / FILE, found)
   print(table([first, *others]))
   figures.pruning(out / "prune", [first, *others])
-  print(f"written: {out / FILE} and its picture")
+  print(f"written: {out / FILE} and its figure")
 
 
 def parser() -> RunParser:
@@ -46,7 +46,7 @@ def parser() -> RunParser:
     "--params",
     default="kernel|embed",
     help="regex of the parameters to prune (default 'kernel|embed': all matrices; 'kernel' leaves "
-    "out the embeddings, '.*' takes in the norms)",
+    "out the embeddings, '.*' includes the norms)",
   )
   add("--out", default="", help="folder of the results (default: the workdir)")
   return p
@@ -55,7 +55,7 @@ def parser() -> RunParser:
 def check(args: argparse.Namespace) -> None:
   for sparsity in args.sparsity:
     if not 0 <= sparsity < 1:
-      raise UsageError(f"--sparsity={sparsity:g} must lie in [0, 1)")
+      raise UsageError(f"--sparsity={sparsity:g} must be in [0, 1)")
   try:
     re.compile(args.params)
   except re.error as e:
