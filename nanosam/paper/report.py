@@ -16,7 +16,7 @@ from nanosam.system.errors import UsageError, UserError
 
 
 def write(folders: list[pathlib.Path], out: pathlib.Path) -> list[str]:
-  """Writes report.html and report.md; returns what was left out, and why."""
+  """Writes report.html and report.md; returns notes on what was left out, and why."""
   try:  # before all the work
     (out / page.FIGURES).mkdir(parents=True, exist_ok=True)
   except OSError as e:
