@@ -34,7 +34,7 @@ TABLES: dict[str, dict[str, dict[str, float | None]]] = {
     "117.9M": {"adamw": 3.120, "sam": 3.126, "precond_sam": 3.108, "precond_func_sam": 3.096},
   },
 }
-# Of the final models, with the keys of sharpness.json. In Table 6 tr(H_G) of precond_sam is far from
+# Of the final models, by the keys of sharpness.json. In Table 6 tr(H_G) of precond_sam is far from
 # tr(H), unlike everywhere else: probably a misprint.
 SHARPNESS: dict[str, dict[str, dict[str, dict[str, float]]]] = {
   "table4": {
