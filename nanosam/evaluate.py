@@ -9,8 +9,8 @@ import pathlib
 from nanosam.data.batch import EvalSet
 from nanosam.data.sources import eval_set, source_of
 from nanosam.run.evaluation import Evaluator
+from nanosam.run.record import SEQUENCES_FILE
 from nanosam.run.restore import Loaded, load_run
-from nanosam.run.workdir import SEQUENCES_FILE
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser
 from nanosam.system.errors import UsageError
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
   run = load_run(args.workdir, args.step)
   name = args.source or run.config.data.source
   data = _data(run, name)
-  evaluation = Evaluator(run.net, data, run.config.eval_batch_size, run.mesh)(run.params)
+  evaluation = Evaluator(run.model, data, run.config.eval_batch_size, run.mesh)(run.params)
   if args.save:
     evaluation.save(pathlib.Path(args.workdir) / SEQUENCES_FILE, run.step)
   rows = len(data.batch.inputs_BxL)

@@ -5,7 +5,7 @@ python -m nanosam.plots --workdir=DIR --out=FILE [--what=loss|tau|tau_precond]
 
 import pathlib
 
-from nanosam.run.workdir import read_config
+from nanosam.run.record import read_config
 from nanosam.study.figures import run_curve, tau_series, taus
 from nanosam.system import errors
 from nanosam.system.command_line import Parser

@@ -26,7 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from nanosam import config as config_lib
-from nanosam.run.log import METRICS_FILE, read_metrics
+from nanosam.run.metrics_file import METRICS_FILE, read_metrics
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import UserError

@@ -1,3 +1,4 @@
+import dataclasses
 import shutil
 
 import jax
@@ -26,7 +27,7 @@ def logits(run, ids):
   """Of the token after `ids`, by a forward pass over just these."""
   params = jax.device_get(run.params)
   tokens_1xT = jnp.asarray([ids[-run.config.model.L :]], jnp.int32)
-  h_1xTxD = jax.jit(run.net.hidden)(params, Batch(tokens_1xT, None, None, None))
+  h_1xTxD = jax.jit(run.model.hidden)(params, Batch(tokens_1xT, None, None, None))
   return h_1xTxD[0, -1] @ unembedding(params).T
 
 
@@ -86,7 +87,7 @@ def test_ends_at_eos(run, prompt):
   broken = run._replace(params=params)
   # All logits are equal: greedy takes the first token, which is not eos, and never ends.
   assert len(sampled(broken, prompt, temperature=0.0, length=4)[0]) == len(prompt) + 4
-  always_eos = run._replace(net=run.net._replace(hidden=_ones(run)), params=params)
+  always_eos = run._replace(model=dataclasses.replace(run.model, hidden=_ones(run)), params=params)
   assert sampled(always_eos, prompt, temperature=0.0) == [prompt]
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanosam.curvature.products import PREFIXES, Surface, exact_net
+from nanosam.curvature.products import PREFIXES, Surface, exact_model
 from nanosam.data.batch import Batch
 from nanosam.data.sources import Source
 from nanosam.optim import base
@@ -30,12 +30,12 @@ class Diagnostics:
 
   def __init__(self, train_step: TrainStep, source: Source):
     c = train_step.config
-    net = exact_net(c, source.tokenizer.vocab_size)
+    model = exact_model(c, source.tokenizer.vocab_size)
     batch = validation_rows(
       source, c, c.diagnostics.batch_size, fewer="lower diagnostics.batch_size"
     )
     self._opt = c.opt
-    self._surface = Surface(net, [batch], train_step.mesh, c.grad_accumulation_steps)
+    self._surface = Surface(model, [batch], train_step.mesh, c.grad_accumulation_steps)
 
   def __call__(self, state: TrainState) -> dict[str, float]:
     (found,) = self._surface.taus(state.params, base.moments(state.opt_state), self._opt)

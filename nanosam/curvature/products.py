@@ -21,12 +21,12 @@ import optax
 from jax.sharding import Mesh
 
 from nanosam.data.batch import Batch
-from nanosam.model import head, sharding
-from nanosam.model.transformer import Params, unembedding
+from nanosam.model import sharding
+from nanosam.model.language_model import LanguageModel, language_model
+from nanosam.model.transformer import Params
 from nanosam.optim import direction, methods
 from nanosam.optim.direction import Direction, Moments
-from nanosam.optim.passes import Kept, Net, Passes, accumulate
-from nanosam.run.step import make_net
+from nanosam.optim.passes import Passes, Saved, accumulate
 
 HESSIAN, GAUSS_NEWTON, FUNCTIONAL = methods.full, methods.logit, methods.functional
 GRADIENT, PRECONDITIONED = "gradient", "preconditioned"
@@ -34,18 +34,18 @@ DIRECTIONS = {GRADIENT: direction.gradient, PRECONDITIONED: direction.preconditi
 PREFIXES = {GRADIENT: "tau", PRECONDITIONED: "tau_precond"}  # of names in records
 
 
-def exact_net(c: ml_collections.ConfigDict, vocab_size: int) -> Net:
+def exact_model(c: ml_collections.ConfigDict, vocab_size: int) -> LanguageModel:
   """The model of a config in fp32, with the attention that can be differentiated twice."""
   exact = ml_collections.ConfigDict(c.to_dict())
   exact.model.dtype = exact.opt.perturbed_dtype = "float32"
   exact.model.attention = "plain"
-  return make_net(exact, vocab_size)
+  return language_model(exact, vocab_size)
 
 
 def product(passes: Passes, path: methods.Path, v: Params) -> Params:
   """H v, H_G v or H_F v."""
   zero = jax.tree.map(jnp.zeros_like, v)
-  return jax.jvp(lambda eps: passes.along(path, eps, Kept())[0], (zero,), (v,))[1]
+  return jax.jvp(lambda eps: passes.second(path, eps, Saved())[0], (zero,), (v,))[1]
 
 
 class Forms(NamedTuple):
@@ -56,20 +56,15 @@ class Forms(NamedTuple):
 
 
 def quadratic_forms(passes: Passes, z: Params) -> Forms:
-  """By two derivatives of the forward pass along z: no way back, and no activations are kept."""
+  """By two derivatives of the forward pass along z: no backward pass, no activations are stored."""
+  objective, total = passes.objective, passes.total_weight()
 
   def one(micro: Batch) -> tuple[Forms, None]:
-    def point(p: Params) -> head.Point:
-      return head.Point(passes.net.hidden(p, micro), unembedding(p))
-
-    def moving(p: Params) -> tuple[head.Point, head.Point]:
-      return jax.jvp(point, (p,), (z,))
+    def moving(p: Params) -> tuple[Any, Any]:
+      return jax.jvp(lambda p: objective.outputs(p, micro), (p,), (z,))
 
     (here, speed), (_, acceleration) = jax.jvp(moving, (passes.params,), (z,))
-    forms = head.second_derivative(
-      here, speed, acceleration, passes.targets(micro), chunk=passes.net.chunk
-    )
-    return Forms(*forms), None
+    return Forms(*objective.second_derivative(here, speed, acceleration, micro, total)), None
 
   return accumulate(one, passes.micros(), passes.microbatches)[0]
 
@@ -128,7 +123,9 @@ class Surface:
   Gradients and products are means over the batches, weighted by their tokens.
   """
 
-  def __init__(self, net: Net, batches: Sequence[Batch], mesh: Mesh, microbatches: int = 1):
+  def __init__(
+    self, model: LanguageModel, batches: Sequence[Batch], mesh: Mesh, microbatches: int = 1
+  ):
     tokens = np.array([batch.weights_BxL.sum(dtype=float) for batch in batches])
     self.shares = (tokens / tokens.sum()).tolist()
     self.batches = [_place(batch, mesh, microbatches) for batch in batches]
@@ -136,10 +133,10 @@ class Surface:
 
     def passes(params: Params, batch: Batch) -> Passes:
       batch = jax.tree.map(sharding.split_over_batch, batch)
-      return Passes(net, params, batch, microbatches)
+      return Passes(model, params, batch, microbatches)
 
     def gradient(params, batch, share, total):
-      loss, g, _ = passes(params, batch).plain()
+      loss, g, _ = passes(params, batch).first()
       return share * loss, add(total, g, share)
 
     def multiply(path, params, batch, share, v, total):

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from nanosam.data.sources import eval_set
 from nanosam.model.transformer import Params
 from nanosam.optim.base import matching
+from nanosam.optim.methods import MethodError
 from nanosam.run.evaluation import Evaluator
 from nanosam.run.restore import Loaded
+from nanosam.system.errors import UsageError
 from nanosam.system.progress import Progress
 
 FILE = "prune.json"
@@ -21,8 +23,11 @@ FILE = "prune.json"
 def curve(run: Loaded, workdir: str, args: argparse.Namespace) -> dict[str, Any]:
   """Eval loss by sparsity, of one run."""
   c = run.config
-  evaluator = Evaluator(run.net, eval_set(run.source, c), c.eval_batch_size, run.mesh)
-  chosen = matching(run.params, args.params, "--params")
+  evaluator = Evaluator(run.model, eval_set(run.source, c), c.eval_batch_size, run.mesh)
+  try:
+    chosen = matching(run.params, args.params, "--params")
+  except MethodError as e:
+    raise UsageError(str(e)) from e
   progress, points = Progress(0), []
   for i, sparsity in enumerate(sorted(set(args.sparsity)), 1):
     pruned, share = prune(run.params, chosen, sparsity)

@@ -9,11 +9,15 @@ import optax
 
 from nanosam.optim import schedules
 from nanosam.optim.direction import Moments
-from nanosam.system.errors import UsageError
+from nanosam.optim.methods import MethodError
+
+MUON_BETA = 0.95
+MUON_RMS = 0.2  # of its updates: like AdamW's, so that they can share a learning rate
+ADAFACTOR_DECAY = 0.8
 
 
-def _path(path) -> str:
-  return "/".join(str(getattr(key, "key", key)) for key in path)
+def _path(path: Any) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _muon_axes(params: Any) -> Any:
@@ -33,11 +37,11 @@ def _muon(opt) -> optax.GradientTransformation:
   return optax.chain(
     optax.contrib.muon(
       1.0,
-      beta=opt.muon_beta,
+      beta=MUON_BETA,
       adam_b1=opt.b1,
       adam_b2=opt.b2,
       eps=opt.eps,
-      consistent_rms=opt.muon_rms,
+      consistent_rms=MUON_RMS,
       muon_weight_dimension_numbers=_muon_axes,
     ),
     optax.scale(-1.0),
@@ -46,8 +50,8 @@ def _muon(opt) -> optax.GradientTransformation:
 
 def _adafactor(opt) -> optax.GradientTransformation:
   return optax.chain(
-    optax.scale_by_factored_rms(decay_rate=opt.adafactor_decay),
-    optax.clip_by_block_rms(opt.adafactor_clip),
+    optax.scale_by_factored_rms(decay_rate=ADAFACTOR_DECAY),
+    optax.clip_by_block_rms(1.0),
     optax.scale_by_param_block_rms(),
   )
 
@@ -66,7 +70,7 @@ def matching(params: Any, pattern: str, key: str = "the pattern") -> Any:
   found = jax.tree_util.tree_map_with_path(lambda p, _: bool(re.search(pattern, _path(p))), params)
   if not any(jax.tree.leaves(found)):
     names = [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    raise UsageError(f"{key}={pattern} matches no parameter; they are {', '.join(names)}")
+    raise MethodError(f"{key}={pattern} matches no parameter; they are {', '.join(names)}")
   return found
 
 

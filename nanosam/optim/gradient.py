@@ -8,19 +8,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from nanosam.data.batch import Batch
-from nanosam.model.transformer import Params
 from nanosam.optim.direction import Direction, Moments, perturbation
 from nanosam.optim.methods import HERE, THERE, Path
-from nanosam.optim.passes import Kept, Passes, accumulate, interleaved
+from nanosam.optim.objective import Batch, Params
+from nanosam.optim.passes import Passes, Saved, accumulate
 
 NO_PERTURBATION = "guard/no_perturbation"
 
 Metrics = dict[str, jax.Array]
 
 
-class Method(NamedTuple):
-  """A row of the registry, worked out for one config."""
+class Recipe(NamedTuple):
+  """A row of the table of methods, worked out for one config."""
 
   direction: Direction | None
   path: Path
@@ -35,18 +34,18 @@ class Estimate(NamedTuple):
   unperturbed: jax.Array | float = 1.0  # the share of the tokens that had no second pass
 
 
-def estimate(method: Method, passes: Passes, moments: Moments, rho: jax.Array | float) -> Estimate:
+def estimate(method: Recipe, passes: Passes, moments: Moments, rho: jax.Array | float) -> Estimate:
   """The gradient by `method`; a `rho` that is a float is constant, and decides while tracing."""
   direction, path = method.direction, method.path
   if direction is None or (isinstance(rho, float) and rho == 0):
-    loss, g, _ = passes.plain()
+    loss, g, _ = passes.first()
     return Estimate(g, g, {"train/loss": loss})
 
   if direction.needs_gradient:
-    loss, g, kept = passes.plain(path)
+    loss, g, saved = passes.first(path)
     met = {"train/loss": loss}
   else:
-    g, kept, met = None, Kept(), {}
+    g, saved, met = None, Saved(), {}
 
   def perturbed() -> tuple[Params, Metrics, jax.Array]:
     ray = _ray(method, g, passes.params, moments)
@@ -54,13 +53,13 @@ def estimate(method: Method, passes: Passes, moments: Moments, rho: jax.Array | 
     eps_metrics = _eps_metrics(eps, usable, passes.params, method.opt.perturbed_dtype)
     # Measured first, so that eps need not outlive the making of theta'.
     eps, eps_metrics = jax.lax.optimization_barrier((eps, eps_metrics))
-    gradient, losses = passes.along(path, eps, kept)
+    gradient, losses = passes.second(path, eps, saved)
     if path.plain:
       gradient = jax.tree.map(lambda a, b: path.plain * a + b, g, gradient)
     return gradient, {**_losses(losses), **met, **eps_metrics}, eps_metrics[NO_PERTURBATION]
 
   def unperturbed() -> tuple[Params, Metrics, jax.Array]:
-    loss, gradient = (met["train/loss"], g) if g is not None else passes.plain()[:2]
+    loss, gradient = (met["train/loss"], g) if g is not None else passes.first()[:2]
     shape = jax.eval_shape(perturbed)[1]
     losses = {name: loss for name in shape if name.startswith("train/")}
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
@@ -74,21 +73,21 @@ def estimate(method: Method, passes: Passes, moments: Moments, rho: jax.Array | 
 
 
 def estimate_by_group(
-  method: Method, passes: Passes, moments: Moments, rho: jax.Array | float, group: int
+  method: Recipe, passes: Passes, moments: Moments, rho: jax.Array | float, group: int
 ) -> Estimate:
   """m-SAM: each group of sequences has its own perturbation; gradients and metrics are averaged."""
-  groups = len(passes.batch.inputs_BxL) // group
-  total = jnp.maximum(jnp.sum(passes.batch.weights_BxL), 1)
+  objective, total = passes.objective, passes.total_weight()
+  groups = len(jax.tree.leaves(passes.batch)[0]) // group
 
   def one(batch: Batch) -> tuple[Any, None]:
     part = estimate(method, dataclasses.replace(passes, batch=batch), moments, rho)
-    share = jnp.sum(batch.weights_BxL) / total
+    share = objective.weight(batch) / total
     return jax.tree.map(lambda x: share * x, part), None
 
-  return accumulate(one, interleaved(passes.batch, groups), groups)[0]
+  return accumulate(one, objective.microbatches(passes.batch, groups), groups)[0]
 
 
-def _ray(method: Method, g: Params | None, params: Params, moments: Moments):
+def _ray(method: Recipe, g: Params | None, params: Params, moments: Moments):
   mask = method.only_perturbed
   if g is not None:
     g = mask(g)
@@ -103,6 +102,14 @@ def _losses(by_site: dict[str, jax.Array]) -> Metrics:
   return {names[site]: loss for site, loss in by_site.items()}
 
 
+def by_group(tree: Params) -> dict[str, list[jax.Array]]:
+  """The arrays below each entry at the top of the tree."""
+  groups: dict[str, list[jax.Array]] = {}
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    groups.setdefault(jax.tree_util.keystr(path[:1], simple=True) or "params", []).append(x)
+  return groups
+
+
 def cosine(a: Params, b: Params) -> jax.Array:
   lengths = optax.tree.norm(a) * optax.tree.norm(b)
   return optax.tree.vdot(a, b) / jnp.maximum(lengths, jnp.finfo(lengths.dtype).tiny)
@@ -110,7 +117,7 @@ def cosine(a: Params, b: Params) -> jax.Array:
 
 def _eps_metrics(eps: Params, usable: jax.Array, params: Params, dtype: str) -> Metrics:
   """How large the perturbation is, and where it goes: no extra pass, a few sums."""
-  squares = {group: optax.tree.norm(part, squared=True) for group, part in eps.items()}
+  squares = {k: optax.tree.norm(x, squared=True) for k, x in by_group(eps).items()}
   total = jnp.sum(jnp.stack(list(squares.values())))
   count = sum(x.size for x in jax.tree.leaves(eps))
   survival = {} if dtype == "float32" else {"opt/eps_cosine": _survival(eps, params, dtype)}

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from nanosam.model.transformer import Params
-from nanosam.optim.gradient import NO_PERTURBATION, Estimate
+from nanosam.optim.gradient import NO_PERTURBATION, Estimate, by_group
+from nanosam.optim.objective import Params
 
 
 class Counts(NamedTuple):
@@ -71,4 +71,4 @@ def must_abort(guard: Any, counts: Any) -> Any:
 
 
 def norms_by_group(gradient: Params) -> dict[str, jax.Array]:
-  return {group: optax.tree.norm(part) for group, part in gradient.items()}
+  return {group: optax.tree.norm(part) for group, part in by_group(gradient).items()}

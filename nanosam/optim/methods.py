@@ -9,9 +9,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nanosam.optim import direction as along
-from nanosam.system.errors import UsageError
 
 HERE, THERE = "theta", "theta'"
+
+
+class MethodError(ValueError):
+  """Settings that a method cannot work with; the message says which would do."""
 
 
 class Term(NamedTuple):
@@ -30,6 +33,10 @@ class Path(NamedTuple):
 
   def uses(self, site: str) -> bool:
     return any(site in (t.jacobian, *(s for _, s in t.residual)) for t in self.terms)
+
+  def reuses_residual(self) -> bool:
+    """Whether the second pass needs the residual of the first."""
+    return any(site == HERE for term in self.terms for _, site in term.residual)
 
 
 full = Path((Term(THERE, ((1.0, THERE),)),))
@@ -78,12 +85,12 @@ def resolve(opt: Any) -> tuple[along.Direction | None, Path]:
   path = method.path(opt) if callable(method.path) else method.path
   needs = method.direction
   if needs and needs.needs_nu and opt.base != "adamw":
-    raise UsageError(
+    raise MethodError(
       f"opt.method={opt.method} needs a second moment of every parameter, which "
       f"opt.base={opt.base} does not keep: use opt.base=adamw, or a method without precond"
     )
   if needs and needs.needs_mu and (opt.base not in ("adamw", "sgd", "lion") or not opt.b1):
-    raise UsageError(
+    raise MethodError(
       f"opt.method={opt.method} needs a first moment of every parameter, which "
       f"opt.base={opt.base} with opt.b1={opt.b1} does not keep: use adamw, lion or sgd and b1 > 0"
     )

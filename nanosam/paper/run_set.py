@@ -15,7 +15,7 @@ import numpy as np
 from nanosam.paper import blocks, measures, protocol
 from nanosam.paper.experiments import ADAMW
 from nanosam.paper.page import Figure, Figures, Folded, Grid, Section, Text
-from nanosam.run.log import METRICS_FILE, read_metrics
+from nanosam.run.metrics_file import METRICS_FILE, read_metrics
 from nanosam.study import comparison, figures, tables
 from nanosam.study.figures import Curve
 from nanosam.study.runs import Run

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nanosam.data.batch import Batch, EvalSet
-from nanosam.model import head, sharding
-from nanosam.model.transformer import Params, unembedding
-from nanosam.optim.passes import Net
+from nanosam.model import sharding
+from nanosam.model.language_model import LanguageModel
+from nanosam.model.transformer import Params
 from nanosam.system.files import write_atomically
 
 
@@ -56,10 +56,9 @@ class Evaluation(NamedTuple):
     }
 
 
-def row_sums(net: Net, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def row_sums(model: LanguageModel, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
   """Summed negative log-likelihood and weight of each sequence."""
-  point = head.Point(net.hidden(params, batch), unembedding(params))
-  nll_BxL = head.token_losses(point, batch.targets_BxL, chunk=net.chunk)
+  nll_BxL = model.token_losses(params, batch)
   return jnp.sum(nll_BxL * batch.weights_BxL, 1), jnp.sum(batch.weights_BxL, 1)
 
 
@@ -70,12 +69,14 @@ class Stopped(Exception):
 class Evaluator:
   """Evaluates parameters; the result depends on neither the batch size nor the devices."""
 
-  def __init__(self, net: Net, data: EvalSet, batch_size: int, mesh: Mesh):
+  def __init__(self, model: LanguageModel, data: EvalSet, batch_size: int, mesh: Mesh):
     self._data, self._mesh = data, mesh
     parts = sharding.shards(mesh)
     self._batch_size = -(-batch_size // parts) * parts
 
-    self._sums = jax.jit(functools.partial(row_sums, net), out_shardings=sharding.replicated(mesh))
+    self._sums = jax.jit(
+      functools.partial(row_sums, model), out_shardings=sharding.replicated(mesh)
+    )
 
   def __call__(self, params: Params, stop: Any = False) -> Evaluation:
     """Raises Stopped if `stop` becomes true on the way."""

@@ -59,7 +59,7 @@ class Sampler:
   def _next_tokens(
     self, params: Params, tokens_NxL: jax.Array, last: int, key: jax.Array, place: jax.Array
   ) -> jax.Array:
-    h_NxLxD = self._run.net.hidden(params, Batch(tokens_NxL, None, None, None))
+    h_NxLxD = self._run.model.hidden(params, Batch(tokens_NxL, None, None, None))
     h_NxD = jax.lax.dynamic_index_in_dim(h_NxLxD, last, axis=1, keepdims=False)
     W_VxD = sharding.gathered(unembedding(params), h_NxD.dtype)
     logits_NxV = jnp.einsum("nd,vd->nv", h_NxD, W_VxD, preferred_element_type=jnp.float32)

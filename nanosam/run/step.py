@@ -11,10 +11,13 @@ from jax.sharding import Mesh
 
 from nanosam.data.batch import Batch
 from nanosam.model import sharding
-from nanosam.model.transformer import ModelConfig, Params, Transformer
+from nanosam.model.language_model import language_model, model_config
+from nanosam.model.transformer import Params, Transformer
 from nanosam.optim import base, guard, methods, schedules
-from nanosam.optim.gradient import Estimate, Method, Metrics, cosine, estimate, estimate_by_group
-from nanosam.optim.passes import Hidden, Net, Passes
+from nanosam.optim.gradient import Estimate, Metrics, Recipe, estimate, estimate_by_group
+from nanosam.optim.methods import MethodError
+from nanosam.optim.passes import Passes
+from nanosam.system.errors import UsageError
 
 
 @flax.struct.dataclass
@@ -25,32 +28,13 @@ class TrainState:
   guard: guard.Counts
 
 
-def model_config(c: ml_collections.ConfigDict, vocab_size: int, dtype: str = "") -> ModelConfig:
-  settings = {**c.model.to_dict(), "dtype": jnp.dtype(dtype or c.model.dtype)}
-  return ModelConfig(**settings, V=vocab_size)
-
-
-def make_net(c: ml_collections.ConfigDict, vocab_size: int) -> Net:
-  def hidden(dtype: str) -> Hidden:
-    model = Transformer(model_config(c, vocab_size, dtype))
-
-    def apply(params: Params, batch: Batch) -> jax.Array:
-      h_BxLxD = model.apply({"params": params}, batch.inputs_BxL, batch.segments_BxL)
-      assert isinstance(h_BxLxD, jax.Array)
-      return h_BxLxD
-
-    return apply
-
-  return Net(hidden(c.model.dtype), hidden(c.opt.perturbed_dtype), c.head.chunk, c.head.residual)
-
-
-def make_method(opt: ml_collections.ConfigDict, params: Params) -> Method:
+def make_recipe(opt: ml_collections.ConfigDict, params: Params) -> Recipe:
   covered = base.matching(params, opt.perturb_params, "opt.perturb_params")
 
   def only_perturbed(tree: Params) -> Params:
     return jax.tree.map(lambda x, yes: x if yes else jnp.zeros_like(x), tree, covered)
 
-  return Method(*methods.resolve(opt), opt, only_perturbed)
+  return Recipe(*methods.resolve(opt), opt, only_perturbed)
 
 
 class TrainStep:
@@ -58,12 +42,15 @@ class TrainStep:
 
   def __init__(self, c: ml_collections.ConfigDict, vocab_size: int, mesh: Mesh):
     self.config, self.mesh = c, mesh
-    self.net = make_net(c, vocab_size)
-    self._model = Transformer(model_config(c, vocab_size))
+    self.model = language_model(c, vocab_size)
+    self._transformer = Transformer(model_config(c, vocab_size))
     self.abstract_params = jax.eval_shape(self._init_params, jax.random.key(0))
-    self.base = base.make_base(c.opt, self.abstract_params)
     self.learning_rate, self.rho = schedules.learning_rate(c.opt), schedules.rho(c.opt)
-    self.method = make_method(c.opt, self.abstract_params)
+    try:
+      self.base = base.make_base(c.opt, self.abstract_params)
+      self.recipe = make_recipe(c.opt, self.abstract_params)
+    except MethodError as e:
+      raise UsageError(str(e)) from e
     abstract = jax.eval_shape(self._init, jax.random.key(0))
     self.state_shardings = sharding.state_shardings(abstract, mesh)
     self.abstract_state = jax.tree.map(
@@ -74,7 +61,7 @@ class TrainStep:
 
   def _init_params(self, key: jax.Array) -> Params:
     tokens_1xL = jnp.zeros((1, self.config.model.L), jnp.int32)
-    return self._model.init(key, tokens_1xL)["params"]
+    return self._transformer.init(key, tokens_1xL)["params"]
 
   def _init(self, key: jax.Array) -> TrainState:
     params = self._init_params(key)
@@ -107,20 +94,18 @@ class TrainStep:
       "opt/update_norm": optax.tree.norm(updates),
       **{f"grad_norm/{group}": norm for group, norm in verdict.norms.items()},
     }
-    if self.config.opt.log_gradient_cosine and estimated.plain is not None:
-      metrics["opt/gradient_cosine"] = cosine(verdict.gradient, estimated.plain)
     return TrainState(state.step + 1, params, opt_state, verdict.counts), metrics
 
   def _estimate(self, state: TrainState, batch: Batch) -> tuple[Estimate, jax.Array | float]:
     c = self.config
     rho = self.rho if isinstance(self.rho, float) else self.rho(base.updates_made(state.opt_state))
-    if self.method.direction is None:
+    if self.recipe.direction is None:
       rho = 0.0
     moments = base.moments(state.opt_state)
-    passes = Passes(self.net, state.params, batch, c.grad_accumulation_steps)
+    passes = Passes(self.model, state.params, batch, c.grad_accumulation_steps)
     if c.opt.perturb_group:
-      return estimate_by_group(self.method, passes, moments, rho, c.opt.perturb_group), rho
-    return estimate(self.method, passes, moments, rho), rho
+      return estimate_by_group(self.recipe, passes, moments, rho, c.opt.perturb_group), rho
+    return estimate(self.recipe, passes, moments, rho), rho
 
   def abstract_batch(self) -> Batch:
     c = self.config

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nanosam.run.log import METRICS_FILE
-from nanosam.run.workdir import CONFIG_FILE
+from nanosam.run.metrics_file import METRICS_FILE
+from nanosam.run.record import CONFIG_FILE
 from nanosam.study import runs
 from nanosam.study.sweeps import Job
 from nanosam.system.errors import Interrupted, UsageError, UserError

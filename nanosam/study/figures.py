@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanosam.run.log import METRICS_FILE, read_metrics
+from nanosam.run.metrics_file import METRICS_FILE, read_metrics
 from nanosam.study.comparison import CONFIDENCE
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.files import disk_errors

@@ -16,9 +16,8 @@ import numpy as np
 from nanosam import config as config_lib
 from nanosam.optim import guard
 from nanosam.optim.methods import METHODS
-from nanosam.run import workdir as workdir_lib
-from nanosam.run.log import METRICS_FILE, read_metrics
-from nanosam.run.workdir import SEQUENCES_FILE
+from nanosam.run.metrics_file import METRICS_FILE, read_metrics
+from nanosam.run.record import CONFIG_FILE, ENVIRONMENT, SEQUENCES_FILE, read_config
 from nanosam.system.errors import UserError
 
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
@@ -47,13 +46,14 @@ AXES = {
 
 def training_keys(config: Mapping[str, Any]) -> dict[str, Any]:
   """The settings that decide a run's result, flat; keys added since the run have their default."""
-  values = {**config_lib.flat(config_lib.default()), **config_lib.flat(config)}
+  stored = config_lib.flat(config_lib.current(config))
+  values = {**config_lib.flat(config_lib.default()), **stored}
   plain = METHODS[values["opt.method"]].direction is None
   return {
     key: value
     for key, value in values.items()
     if not config_lib.FREE_KEYS.fullmatch(key)
-    and not key.startswith(workdir_lib.ENVIRONMENT + ".")
+    and not key.startswith(ENVIRONMENT + ".")
     and not (plain and _OF_PERTURBATION.fullmatch(key))
   }
 
@@ -101,8 +101,8 @@ class Run(NamedTuple):
 
 def read_run(path: pathlib.Path) -> Run:
   """Raises a UserError if there is no run in `path`, or a damaged one."""
-  config = workdir_lib.read_config(path)
-  environment = config.pop(workdir_lib.ENVIRONMENT, {})
+  config = read_config(path)
+  environment = config.pop(ENVIRONMENT, {})
   try:
     keys = training_keys(config)
   except KeyError as e:
@@ -169,7 +169,7 @@ def all_runs(folders: Iterable[str | pathlib.Path]) -> tuple[list[Run], list[str
     if not folder.is_dir():
       raise UserError(f"no such folder: {folder}; give workdirs, or folders of workdirs")
     found = {p.parent for p in folder.rglob(METRICS_FILE)}
-    found |= {p.parent for p in folder.rglob(workdir_lib.CONFIG_FILE) if "wandb" not in p.parts}
+    found |= {p.parent for p in folder.rglob(CONFIG_FILE) if "wandb" not in p.parts}
     paths |= {p.resolve(): p for p in sorted(found)}
   runs, notes = [], []
   for path in paths.values():

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from nanosam import config as config_lib
+from nanosam.run.record import CONFIG_FILE
 from nanosam.run.validate import validate
-from nanosam.run.workdir import CONFIG_FILE
 from nanosam.study import runs as runs_lib
 from nanosam.system import python_file
 from nanosam.system.errors import UsageError

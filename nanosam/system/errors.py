@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend, and the one place that prints them."""
+"""Errors that the user can fix, and the one place that prints them."""
 
 import difflib
 import os
@@ -47,10 +47,10 @@ def run(main: Callable[[list[str]], None]) -> None:
   except UserError as e:
     say(str(e))
     sys.exit(e.exit_code)
-  except KeyboardInterrupt:  # training and sweeps save first: this is of the other commands
+  except KeyboardInterrupt:  # of other commands than training and sweeps, which save first
     say("stopped")
     sys.exit(130)
   except BrokenPipeError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try again
-    say("stopped: nobody reads the output any more")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or exiting would try again
+    say("stopped: nothing reads the output any more")
     sys.exit(UserError.exit_code)

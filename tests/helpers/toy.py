@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from helpers.batches import random_batch
+from nanosam.model.language_model import LanguageModel
 from nanosam.optim import methods
 from nanosam.optim.direction import Moments
-from nanosam.optim.gradient import Method, estimate, estimate_by_group
-from nanosam.optim.passes import Net, Passes
+from nanosam.optim.gradient import Recipe, estimate, estimate_by_group
+from nanosam.optim.passes import Passes
 
 B, L, D, F, V = 4, 6, 5, 7, 30
 
@@ -28,7 +30,7 @@ def settings(method, **changes):
 
 def make_method(name, **changes):
   opt = settings(name, **changes)
-  return Method(*methods.resolve(opt), opt, lambda tree: tree)
+  return Recipe(*methods.resolve(opt), opt, lambda tree: tree)
 
 
 def hidden(p, batch):
@@ -40,7 +42,7 @@ def hidden(p, batch):
 
 def toy(**changes):
   defaults = dict(hidden=hidden, hidden_perturbed=hidden, chunk=4, residual="recompute")
-  return Net(**defaults | changes)
+  return LanguageModel(**defaults | changes)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -59,13 +61,13 @@ def setting(tied=True):
   return params, random_batch(0, B, L, V), moments
 
 
-def run(name, params, batch, moments, rho, *, net=None, micro=1, group=0, **changes):
+def run(name, params, batch, moments, rho, *, model=None, micro=1, group=0, **changes):
   method = make_method(name, **changes)
-  net = net or toy()
+  model = model or toy()
 
   @jax.jit
   def go(params, batch, moments):
-    passes = Passes(net, params, batch, micro)
+    passes = Passes(model, params, batch, micro)
     if group:
       return estimate_by_group(method, passes, moments, rho, group)
     return estimate(method, passes, moments, rho)
@@ -73,8 +75,8 @@ def run(name, params, batch, moments, rho, *, net=None, micro=1, group=0, **chan
   return go(params, batch, moments)
 
 
-def loss_fn(params, batch, net=None):
-  h_BxLxD = (net or toy()).hidden(params, batch)
+def loss_fn(params, batch, model=None):
+  h_BxLxD = (model or toy()).hidden(params, batch)
   logits = jnp.einsum("bld,vd->blv", h_BxLxD, params.get("unembed", params["embed"]))
   nll_BxL = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets_BxL)
   return jnp.sum(nll_BxL * batch.weights_BxL) / jnp.sum(batch.weights_BxL)
@@ -85,3 +87,7 @@ grad = jax.jit(jax.grad(loss_fn), static_argnums=2)
 
 def scaled(direction, rho):
   return jax.tree.map(lambda d: rho * d / optax.tree.norm(direction), direction)
+
+
+def close(a, b, rtol=1e-9, atol=1e-12):
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)

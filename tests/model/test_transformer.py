@@ -8,7 +8,7 @@ import pytest
 
 from nanosam import config as config_lib
 from nanosam.model import transformer
-from nanosam.run.step import model_config
+from nanosam.model.language_model import model_config
 
 CFG = transformer.ModelConfig(
   **{"D": 16, "H": 2, "L": 8, "N": 2, "F": 32, "V": 50},

@@ -12,6 +12,7 @@ from helpers.toy import (
   B,
   D,
   V,
+  close,
   grad,
   loss_fn,
   make_method,
@@ -25,15 +26,11 @@ from helpers.toy import (
 from nanosam.data.batch import Batch
 from nanosam.optim import base, methods
 from nanosam.optim.direction import Moments, denominator, perturbation
-from nanosam.optim.gradient import Method, estimate
+from nanosam.optim.gradient import Recipe, estimate
 from nanosam.optim.passes import Passes
 from nanosam.run import flops
 
 PERTURBING = [name for name in methods.METHODS if name != "adamw"]
-
-
-def close(a, b, rtol=1e-9, atol=1e-12):
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
 
 
 def add(a, b, factor=1.0):
@@ -93,9 +90,9 @@ def test_no_radius_gives_the_plain_gradient(x64, name):
 def test_a_scheduled_zero_skips_the_second_pass(x64):
   """At run time: the conditional holds all work of theta', and its other branch has no matmul."""
   params, batch, moments = setting()
-  method, net = make_method("func_sam"), toy()
+  method, model = make_method("func_sam"), toy()
   jaxpr = jax.make_jaxpr(
-    lambda rho: estimate(method, Passes(net, params, batch), moments, rho).gradient
+    lambda rho: estimate(method, Passes(model, params, batch), moments, rho).gradient
   )(0.1)
   (cond,) = [e for e in jaxpr.eqns if e.primitive.name == "cond"]
   texts = [str(branch) for branch in cond.params["branches"]]
@@ -141,8 +138,8 @@ def features(batch):
 def test_linear_model_has_no_functional_path(x64):
   W = jax.random.normal(jax.random.key(0), (V, V))
   params, batch = {"embed": W}, setting()[1]
-  net = toy(hidden=lambda p, b: features(b), hidden_perturbed=lambda p, b: features(b))
-  go = lambda name, rho: run(name, params, batch, Moments(), rho, net=net).gradient  # noqa: E731
+  model = toy(hidden=lambda p, b: features(b), hidden_perturbed=lambda p, b: features(b))
+  go = lambda name, rho: run(name, params, batch, Moments(), rho, model=model).gradient  # noqa: E731
   plain = go("adamw", 0.0)
   close(go("func_sam", 10.0), plain, rtol=0, atol=0)
   close(go("sam", 10.0), go("logit_sam", 10.0), rtol=1e-12)
@@ -156,9 +153,9 @@ def test_two_linear_layers_in_closed_form(x64):
   params = {"W1": jax.random.normal(keys[0], (V, D)), "embed": jax.random.normal(keys[1], (V, D))}
   batch = setting()[1]
   linear = lambda p, b: features(b) @ p["W1"]  # noqa: E731
-  net = toy(hidden=linear, hidden_perturbed=linear)
-  out = run("func_sam", params, batch, Moments(), rho, net=net).gradient
-  g = grad(params, batch, net)
+  model = toy(hidden=linear, hidden_perturbed=linear)
+  out = run("func_sam", params, batch, Moments(), rho, model=model).gradient
+  g = grad(params, batch, model)
   eps = scaled(g, rho)
   x, W2 = features(batch), params["embed"]
   z = x @ params["W1"] @ W2.T
@@ -202,8 +199,8 @@ def test_angles(x64):
 def test_chunks_stored_residuals_and_microbatches_change_nothing(x64, name, tied):
   params, batch, moments = setting(tied)
 
-  def go(micro=1, **net):
-    return run(name, params, batch, moments, 0.3, net=toy(**net), micro=micro).gradient
+  def go(micro=1, **model):
+    return run(name, params, batch, moments, 0.3, model=toy(**model), micro=micro).gradient
 
   expected = go(chunk=0)
   for kwargs in (dict(chunk=1, micro=2), dict(chunk=5, residual="store", micro=4)):
@@ -233,18 +230,16 @@ def test_lengths_of_the_perturbation(x64):
 
   def eps_and_M(variant):
     method = make_method("precond_sam", precond_variant=variant)
-    look = None if variant in ("paper", "post_prev", "metric_prev") else g
     ray = method.direction.ray(g, params, moments, method.opt)
+    look = None if variant == "paper" else g
     return perturbation(ray, 0.7)[0], denominator(moments, method.opt, look)
 
-  for variant in ("post", "post_prev"):
-    np.testing.assert_allclose(optax.tree.norm(eps_and_M(variant)[0]), 0.7, rtol=1e-12)
-  for variant in ("metric", "metric_prev"):
+  for variant, unit in (("post", None), ("paper", g)):
     eps, M = eps_and_M(variant)
-    length = optax.tree.vdot(eps, jax.tree.map(jnp.multiply, M, eps))
-    np.testing.assert_allclose(length, 0.7**2, rtol=1e-12)
-  eps, M = eps_and_M("paper")
-  close(eps, jax.tree.map(lambda g, m: 0.7 * g / m, scaled(g, 1.0), M))
+    vector = jax.tree.map(jnp.divide, g, M)
+    length = optax.tree.norm(vector if unit is None else unit)
+    close(eps, jax.tree.map(lambda v, length=length: 0.7 * v / length, vector))
+  np.testing.assert_allclose(optax.tree.norm(eps_and_M("post")[0]), 0.7, rtol=1e-12)
 
 
 def test_a_constant_preconditioner_is_sam(x64):
@@ -253,7 +248,7 @@ def test_a_constant_preconditioner_is_sam(x64):
   flat_nu = jax.tree.map(lambda x: jnp.full_like(x, c**2 * (1 - 0.98**7)), params)
   moments = moments._replace(nu=flat_nu)
   go = lambda name, rho, **kw: run(name, params, batch, moments, rho, eps=0.0, **kw).gradient  # noqa: E731
-  close(go("precond_sam", 0.4, precond_variant="post_prev"), go("sam", 0.4))
+  close(go("precond_sam", 0.4, precond_power=0.0), go("sam", 0.4))
   close(go("precond_sam", 0.4, precond_variant="paper"), go("sam", 0.4 / c))
 
 
@@ -328,7 +323,7 @@ def test_masked_parameters_are_left_out_of_eps_and_of_its_norm(x64):
   params, batch, moments = setting()
   opt = settings("sam")
   covered = base.matching(params, "mlp")
-  method = Method(
+  method = Recipe(
     *methods.resolve(opt),
     opt,
     lambda tree: jax.tree.map(lambda x, yes: x if yes else jnp.zeros_like(x), tree, covered),

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from helpers.drawn import read_figure
 from helpers.lab import BEST, BEST_RHO, lab, loss
 from helpers.made_up_runs import write_run
 from helpers.scripts import load_script
@@ -12,6 +13,7 @@ from nanosam.paper.experiments import EXPERIMENTS
 from nanosam.system.errors import UsageError, UserError
 
 reproduce = load_script("scripts/reproduce.py")
+BLACK, BLUE, RED = "#000000", "#0072B2", "#D55E00"  # of adamw, precond_func_sam, sam
 
 
 def fill(tmp_path, specs, loss):
@@ -132,11 +134,40 @@ def test_report_of_made_up_runs(tmp_path, capsys):
   }
   text = (tmp_path / "table1" / "table.md").read_text()
   assert "| 3.86 | -0.04 |" in text and "<summary>factor untied</summary>" in text
-  for figure in ("svg", "png"):
-    assert (tmp_path / "table1" / f"differences.{figure}").stat().st_size > 1000
-  for name, figure in (("fig1", "curves"), ("fig3", "rho")):
+  check_differences(read_figure(tmp_path / "table1" / "differences"), groups)
+  for name in ("fig1", "fig3"):
     findings.write_report(lab(tmp_path, name), ["reproduce.py"])
-    assert (tmp_path / name / f"{figure}.svg").is_file()
+  check_curves(read_figure(tmp_path / "fig1" / "curves"))
+  check_rho(read_figure(tmp_path / "fig3" / "rho"), lab(tmp_path, "fig3"))
+
+
+def check_differences(drawn, groups):
+  """A mean in its interval for each method, to scale, and the line that is AdamW."""
+  assert "eval loss minus adamw, 95% interval (left is better); x: the paper" in drawn.words
+  (zero,) = drawn.of(BLACK)
+  found = {}
+  for method, colour in (("precond_func_sam", BLUE), ("sam", RED)):
+    assert method in drawn.words
+    interval, mean = drawn.of(colour)
+    assert interval.x[0] < mean.x[0] < interval.x[1]
+    found[method] = (mean.x[0] - zero.x[0]) / groups[method]["difference"]
+  assert found["sam"] > 0 and found["precond_func_sam"] == pytest.approx(found["sam"])
+
+
+def check_curves(drawn):
+  """Losses that fall, AdamW's above SAM's, and beside them SAM's distance below zero."""
+  assert {"adamw", "sam", "steps", "eval loss", "eval loss minus adamw"} <= {*drawn.words}
+  (adamw, zero), (sam, gap) = drawn.of(BLACK), drawn.of(RED)
+  assert adamw.y[1] < adamw.y[0] and all(sam.y < adamw.y) and all(gap.y < zero.y)
+
+
+def check_rho(drawn, it):
+  """Each method's loss at every rho, lowest at its best, where both are below AdamW's."""
+  assert {"precond_func_sam", "sam", "adamw", f"{BEST_RHO:g}"} <= {*drawn.words}
+  (adamw,) = drawn.of(BLACK)
+  for colour in (BLUE, RED):
+    (line,) = drawn.of(colour)
+    assert len(line.y) == len(it.rms) and line.y.argmin() == 1 and line.y[1] < adamw.y[0]
 
 
 def test_dry_run_costs(capsys, tmp_path):

@@ -14,7 +14,7 @@ from nanosam.data.embedded import build_embedded
 from nanosam.run import bucket
 from nanosam.run.bucket import Folder, Lease, RemoteWorkdir
 from nanosam.run.cluster import ALONE
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.system.errors import UsageError, UserError
 
 RUN = "runs/a"

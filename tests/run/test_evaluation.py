@@ -11,7 +11,7 @@ from nanosam.data.tokenizer import train_tokenizer
 from nanosam.model import sharding
 from nanosam.run import evaluation, restore
 from nanosam.run.evaluation import Evaluator, Stopped
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.system import errors
 
 
@@ -35,7 +35,7 @@ def test_depends_on_neither_batch_size_nor_devices(whole):
   for devices, batch_size in [(1, 16), (1, 1), (1, 100), (2, 3), (8, 16)]:
     mesh = sharding.make_mesh(1, -1, jax.devices()[:devices])
     here = jax.device_put(params, sharding.state_shardings(params, mesh))
-    results.append(Evaluator(run.net, data, batch_size, mesh)(here))
+    results.append(Evaluator(run.model, data, batch_size, mesh)(here))
   for found in results[1:]:
     np.testing.assert_allclose(found.nll_R, results[0].nll_R, rtol=1e-5)
     np.testing.assert_array_equal(found.weight_R, results[0].weight_R)
@@ -45,7 +45,7 @@ def test_stops_on_request(whole):
   run = restore.load_run(whole)
   data = run.source.validation(L=32, rows=64, mask_documents=False)
   with pytest.raises(Stopped):
-    Evaluator(run.net, data, 8, run.mesh)(run.params, stop=True)
+    Evaluator(run.model, data, 8, run.mesh)(run.params, stop=True)
 
 
 def test_sequences_that_were_lost_are_written_again(whole, tmp_path, capsys):
@@ -72,7 +72,7 @@ def test_the_command_gives_the_loss_of_training(commands, whole):
 def store(directory, tokenizer, texts):
   writer = StoreWriter(directory, tokenizer)
   documents = [(tokenizer.encode(text), len(text.encode())) for text in texts]
-  writer.finish({s: [writer.write_shard(s, 0, documents)] for s in ("train", "validation")})
+  writer.commit({s: [writer.write_shard(s, 0, documents)] for s in ("train", "validation")})
   return f"tokens:{directory}"
 
 

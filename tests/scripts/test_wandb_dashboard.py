@@ -8,7 +8,7 @@ from helpers.scripts import load_script
 from helpers.training import ROOT
 
 from nanosam.optim.methods import METHODS
-from nanosam.run import log
+from nanosam.run import log, metrics_file
 from nanosam.run.wandb_process import X_AXES
 from nanosam.study import dashboard
 from nanosam.study.runs import AXES
@@ -53,7 +53,7 @@ def test_rho_taus_and_guards(section):
 
 
 def test_it_draws_what_training_logs(section, whole):
-  logged = {k for r in log.read_metrics(whole / log.METRICS_FILE) for k in r}
+  logged = {k for r in metrics_file.read_metrics(whole / metrics_file.METRICS_FILE) for k in r}
   of_perturbing = {"train/loss_perturbed", "opt/eps_norm"}
   on_known_devices = {"perf/utilization"}
   drawn = {m for ps in panels(section).values() for p in ps for m in p.get("metrics", [])}

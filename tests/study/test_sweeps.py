@@ -9,7 +9,7 @@ import pytest
 from helpers.scripts import load_script
 from helpers.training import CONFIG, ROOT
 
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.study import backends, runs, sweeps
 from nanosam.system.errors import UsageError
 

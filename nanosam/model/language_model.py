@@ -1,0 +1,113 @@
+"""Next-token prediction as the methods see it: a Transformer, and a head that works in chunks.
+
+Its outputs are the last hidden states and the unembedding matrix, not the B x L x V logits. A tied
+embedding is read by the body and handed to the head: the backward pass adds its two gradients.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from nanosam.data.batch import Batch
+from nanosam.model import head
+from nanosam.model.sharding import batch_shards, split_like_parameters, split_over_batch
+from nanosam.model.transformer import ModelConfig, Params, Transformer, unembedding
+from nanosam.optim.objective import Pulled, Source, interleaved
+
+STORE_LIMIT_BYTES = 2**27  # head.residual=auto stores a residual up to this size on each device
+
+Hidden = Callable[[Params, Batch], jax.Array]  # to last hidden states, B x L x D
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+  """An Objective (nanosam/optim/objective.py)."""
+
+  hidden: Hidden
+  hidden_perturbed: Hidden  # the same, in the compute type of the second pass
+  chunk: int  # of the head
+  residual: str  # store | recompute | auto
+
+  def outputs(self, params: Params, batch: Batch, *, perturbed: bool = False) -> head.Point:
+    hidden = self.hidden_perturbed if perturbed else self.hidden
+    return head.Point(hidden(params, batch), unembedding(params))
+
+  def pull(
+    self,
+    sources: Sequence[tuple[float, Source]],
+    at: head.Point,
+    batch: Batch,
+    total: jax.Array,
+    *,
+    store: bool = False,
+  ) -> Pulled:
+    given: list[tuple[float, Any]] = [(c, s.residual or s.outputs) for c, s in sources]
+    pulled = head.vjp(given, at, targets(batch, total), chunk=self.chunk, keep=store)
+    computed = iter(pulled.losses)
+    losses = tuple(next(computed) if s.residual is None else None for _, s in sources)
+    return Pulled(losses, pulled.gradient, pulled.residual)
+
+  def weight(self, batch: Batch) -> jax.Array:
+    return jnp.sum(batch.weights_BxL)
+
+  def stores_residual(self, params: Params, batch: Batch) -> bool:
+    """A residual costs memory, hidden states a matrix product."""
+    size = math.prod(batch.inputs_BxL.shape) * unembedding(params).shape[0]
+    dtype = jax.eval_shape(self.hidden, params, batch).dtype
+    fits = size * dtype.itemsize / batch_shards() <= STORE_LIMIT_BYTES
+    return self.residual == "store" or (self.residual == "auto" and fits)
+
+  def save(self, outputs: head.Point) -> jax.Array:
+    return outputs.h_BxLxD
+
+  def load(self, params: Params, saved: jax.Array) -> head.Point:
+    return head.Point(saved, unembedding(params))
+
+  def microbatches(self, batch: Batch, parts: int) -> Batch:
+    return jax.tree.map(lambda x: split_over_batch(x, axis=1), interleaved(batch, parts))
+
+  def like_parameters(self, gradient: Params) -> Params:
+    return split_like_parameters(gradient)
+
+  def token_losses(self, params: Params, batch: Batch) -> jax.Array:
+    """Negative log-likelihood of each target, unweighted."""
+    return head.token_losses(self.outputs(params, batch), batch.targets_BxL, chunk=self.chunk)
+
+  def second_derivative(
+    self, at: head.Point, speed: head.Point, acceleration: head.Point, batch: Batch, total: Any
+  ) -> tuple[jax.Array, jax.Array]:
+    """Of the loss, as the outputs move: by the curvature of the loss, and by that of the logits."""
+    to = targets(batch, total)
+    return head.second_derivative(at, speed, acceleration, to, chunk=self.chunk)
+
+
+def targets(batch: Batch, total: jax.Array) -> head.Targets:
+  return head.Targets(batch.targets_BxL, batch.weights_BxL / total)
+
+
+def model_config(c: ml_collections.ConfigDict, vocab_size: int, dtype: str = "") -> ModelConfig:
+  settings = {**c.model.to_dict(), "dtype": jnp.dtype(dtype or c.model.dtype)}
+  return ModelConfig(**settings, V=vocab_size)
+
+
+def language_model(c: ml_collections.ConfigDict, vocab_size: int) -> LanguageModel:
+  """The model of a config."""
+
+  def hidden(dtype: str) -> Hidden:
+    model = Transformer(model_config(c, vocab_size, dtype))
+
+    def apply(params: Params, batch: Batch) -> jax.Array:
+      h_BxLxD = model.apply({"params": params}, batch.inputs_BxL, batch.segments_BxL)
+      assert isinstance(h_BxLxD, jax.Array)
+      return h_BxLxD
+
+    return apply
+
+  return LanguageModel(
+    hidden(c.model.dtype), hidden(c.opt.perturbed_dtype), c.head.chunk, c.head.residual
+  )
