@@ -258,7 +258,7 @@ def _tuning_notes(group: Group, tune: Sequence[str]) -> list[str]:
       if best == edge:
         notes.append(
           f"warning: {group.label}: the best {key}={tables.show(best)} is the {word} tried "
-          f"({', '.join(map(tables.show, tried))}): the optimum may be beyond; extend the grid"
+          f"({', '.join(map(tables.show, tried))}): the optimum may lie beyond; extend the grid"
         )
   seeds = [set(c.losses) for c in group.cells]
   if len(seeds) > 1 and not set.intersection(*seeds):
