@@ -5,19 +5,16 @@ changes a result has a default anywhere else, and no key can be added by acciden
 """
 
 import ast
-import difflib
-import importlib.util
 import json
 import math
-import os
 import re
-import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ml_collections
 
-from nanosam.system.errors import UsageError
+from nanosam.system import python_file
+from nanosam.system.errors import UsageError, nearest
 
 # name: layers, heads, width. Named by non-embedding parameters as in arXiv 2502.02407; `mini` is
 # ours and trains in minutes on two CPU cores.
@@ -232,12 +229,6 @@ FREE_KEYS = re.compile(
 )
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-  words = list(words)
-  close = difflib.get_close_matches(word, words, n=3, cutoff=0.5)
-  return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(words)}"
-
-
 def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
   if name not in table:
     raise UsageError(f"unknown {kind} '{name}': {nearest(name, table)}")
@@ -297,34 +288,15 @@ def override(config: ml_collections.ConfigDict, key: str, text: str) -> None:
 def load(spec: str) -> ml_collections.ConfigDict:
   """The config of `FILE.py[:arguments]`."""
   file, _, arg = spec.partition(":")
-  if not os.path.isfile(file):
-    folder = os.path.dirname(file) or "."
-    there = (
-      sorted(f for f in os.listdir(folder) if f.endswith(".py")) if os.path.isdir(folder) else []
-    )
-    nothing = "no such folder" if not os.path.isdir(folder) else "no .py file in"
-    known = nearest(os.path.basename(file), there) if there else f"{nothing}: {folder}"
-    raise UsageError(f"config file {file} does not exist; {known}")
-  if not file.endswith(".py"):
-    raise UsageError(f"config file {file} is not a .py file")
-  module_spec = importlib.util.spec_from_file_location("nanosam_config", file)
-  assert module_spec is not None and module_spec.loader is not None
-  module = importlib.util.module_from_spec(module_spec)
-  try:
-    module_spec.loader.exec_module(module)
-    config = module.get_config(arg)
-  except UsageError:
-    raise
-  except Exception as e:  # whatever is wrong in the user's file, say where, in one line
-    where = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
-    said = " ".join(str(e).split())
-    if len(said) > 300:  # ml_collections puts the whole config before what is wrong with a key
-      said = f"... {said[-200:]}"
-    line = f", line {where[-1]}" if where else ""
-    raise UsageError(f"config file {file}{line}: {type(e).__name__}: {said}") from e
-  if not isinstance(config, ml_collections.ConfigDict):
-    raise UsageError(f"config file {file}: get_config returned {type(config).__name__}, no config")
-  return config
+
+  def checked(config: Any) -> ml_collections.ConfigDict:
+    if not isinstance(config, ml_collections.ConfigDict):
+      raise UsageError(
+        f"config file {file}: get_config returned {type(config).__name__}, not a config"
+      )
+    return config
+
+  return python_file.call("config", file, "get_config", arg, checked)
 
 
 def from_command_line(argv: list[str]) -> ml_collections.ConfigDict:

@@ -17,7 +17,7 @@ def main(argv: list[str]) -> None:
   p.add_argument("--out", type=pathlib.Path, required=True, help="without .svg and .png")
   p.add_argument("--what", default="loss", choices=("loss", "tau", "tau_precond"))
   args = p.parse_args(argv[1:])
-  read_config(args.workdir)  # says so if there is no run
+  read_config(args.workdir)  # raises if there is no run
   if args.what == "loss":
     run_curve(args.out, args.workdir)
   else:

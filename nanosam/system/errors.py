@@ -1,8 +1,9 @@
 """Errors that the user can fix, and the one place that prints them."""
 
+import difflib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 class UserError(Exception):
@@ -25,6 +26,13 @@ class Interrupted(UserError):
 
 def first_line(error: BaseException) -> str:
   return (str(error).strip() or type(error).__name__).split("\n")[0]
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+  """What a misspelled word may have meant."""
+  words = list(words)
+  close = difflib.get_close_matches(word, words, n=3, cutoff=0.5)
+  return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(words)}"
 
 
 def say(line: str) -> None:

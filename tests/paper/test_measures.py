@@ -7,12 +7,9 @@ import pytest
 from helpers.drawn import read_figure
 from helpers.lab import lab, loss
 from helpers.made_up_runs import write_run
-from helpers.scripts import load_script
 
 from nanosam.paper import findings, measures, protocol
 from nanosam.system.errors import UserError
-
-reproduce = load_script("scripts/reproduce.py")
 
 
 def filled(tmp_path, name, **settings):
@@ -20,7 +17,7 @@ def filled(tmp_path, name, **settings):
   it = lab(tmp_path, name, methods=("adamw", "precond_func_sam"), **settings)
   made = set()
   for stage in it.stages:
-    for planned in reproduce.plan(it, stage):
+    for planned in it.jobs(stage):
       if planned.id not in made:
         made.add(planned.id)
         method, o = planned.config.opt.method, planned.overrides
@@ -31,7 +28,8 @@ def filled(tmp_path, name, **settings):
 
 
 def finals(it):
-  return measures.finals(it, it.report(it.settings[0]))
+  groups = it.report(it.settings[0]).groups
+  return {g.label: list(g.best.runs.values()) for g in groups}
 
 
 def test_sharpness_of_the_best_runs_beside_the_papers(tmp_path):
