@@ -2,13 +2,17 @@
 
 python scripts/benchmark.py step [--size=2M --batch_size=8 --length=256 --methods=... --json]
 python scripts/benchmark.py curvature [the same, without methods]
-python scripts/benchmark.py data [...]
+python scripts/benchmark.py data [--input=GLOB --tokenizer=FILE --workers=2 --repeats=3 --json]
 """
 
 import argparse
 import functools
 import json
+import pathlib
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,10 +23,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import psutil
+import sentencepiece
 
 from nanosam import config as config_lib
 from nanosam.curvature import products
-from nanosam.data.batch import Batch
+from nanosam.data import embedded
+from nanosam.data.batch import Batch, StreamOptions
+from nanosam.data.preparation import formats
+from nanosam.data.preparation.inputs import expand
+from nanosam.data.sources import open_source
+from nanosam.data.tokenizer import train_tokenizer
 from nanosam.model import sharding
 from nanosam.model.language_model import model_config
 from nanosam.model.transformer import Transformer, unembedding
@@ -42,9 +53,7 @@ UNGUARDED = "unguarded"  # our adamw without the check that loss and gradient ar
 
 def main(argv: list[str]) -> None:
   if argv[1:2] == ["data"]:
-    from nanosam.data import benchmark
-
-    return benchmark.main(argv[1:])
+    return main_data(argv[2:])
   if argv[1:2] in (["-h"], ["--help"]):
     return print(__doc__)
   if argv[1:2] not in (["step"], ["curvature"]):
@@ -94,12 +103,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def interleaved(
-  programs: dict[str, Callable[[], float]], rounds: int
+  programs: dict[str, Callable[[], float]], rounds: int, warm_up: bool = True
 ) -> tuple[dict[str, list[float]], Callable[[str, str], float]]:
   """Times of each program, and the median over rounds of the ratio of two."""
   times: dict[str, list[float]] = {name: [] for name in programs}
-  for round_number in range(rounds + 1):
-    order = list(programs)[:: -1 if round_number % 2 else 1]  # whoever is before leaves its caches
+  for round_number in range(0 if warm_up else 1, rounds + 1):
+    order = list(programs)[:: 1 if round_number % 2 else -1]  # whoever is before leaves its caches
     for name in order:
       seconds = programs[name]()
       if round_number:  # the first one warms up
@@ -237,6 +246,138 @@ def table(rows: list[dict[str, Any]]) -> str:
   lines += [
     "  ".join(f"{r[n]:>20}" if n == "method" else f"{r[n]:>20.3f}" for n in names) for r in rows
   ]
+  return "\n".join(lines)
+
+
+# ---- data: everything relative to SentencePiece's own batch encoding of the same text ------------
+
+BATCH_SIZE, LENGTH = 256, 512
+BATCHES = {"tokens": 100, "tfds": 10}  # read from each kind of source
+
+
+def main_data(argv: list[str]) -> None:
+  p = Parser("scripts/benchmark.py data", "Measures the data path.")
+  p.add_argument("--input", metavar="GLOB", help="files of text; default: the embedded corpus")
+  p.add_argument("--tokenizer", metavar="FILE", help="with --input")
+  p.add_argument("--text_field", default="text")
+  p.add_argument("--workers", type=int, default=2)
+  p.add_argument("--repeats", type=int, default=3)
+  p.add_argument("--json", action="store_true")
+  args = p.parse_args(argv)
+  if bool(args.input) != bool(args.tokenizer):
+    p.error("--input and --tokenizer go together")
+  with tempfile.TemporaryDirectory() as scratch:
+    if not args.input:
+      args.input, args.tokenizer = write_embedded(pathlib.Path(scratch))
+    rows = measure_data(DataPath(pathlib.Path(scratch), args), args)
+  print(json.dumps(rows, indent=1) if args.json else data_table(rows))
+
+
+def write_embedded(scratch: pathlib.Path) -> tuple[str, str]:
+  """The embedded corpus as a file, and a vocabulary for it."""
+  documents = embedded.collect_documents()
+  corpus, model = scratch / "corpus.jsonl", scratch / "tokenizer.model"
+  corpus.write_text("\n".join(json.dumps({"text": d}) for d in documents))
+  model.write_bytes(train_tokenizer(documents[:400], 4096, "unigram").model_bytes)
+  return str(corpus), str(model)
+
+
+def measure_data(path: "DataPath", args: argparse.Namespace) -> list[dict[str, Any]]:
+  """`ratio` is the speed in tokens relative to SentencePiece with as many threads as workers."""
+  programs = {"sentencepiece": path.encode, "prepare": path.prepare}
+  tokens = dict.fromkeys(programs, path.num_tokens)
+  for kind, batches in BATCHES.items():
+    for name, workers in ((kind, 0), (f"{kind}, {args.workers} workers", args.workers)):
+      programs[name] = functools.partial(path.read, kind, workers)
+      tokens[name] = batches * BATCH_SIZE * LENGTH
+  times, ratio = interleaved(programs, args.repeats, warm_up=False)
+  seconds = {name: statistics.median(times[name]) for name in programs}
+  rows: list[dict[str, Any]] = [
+    {
+      "name": name,
+      "seconds": seconds[name],
+      "tokens_per_sec": tokens[name] / seconds[name],
+      "ratio": ratio("sentencepiece", name) * tokens[name] / path.num_tokens,
+    }
+    for name in programs
+  ]
+  for row in rows[:2]:
+    row["text_bytes_per_sec"] = path.num_bytes / row["seconds"]
+  rows[1]["peak_bytes"] = path.peak_bytes
+  return rows
+
+
+class DataPath:
+  """The stages from text to batches; the methods return seconds."""
+
+  def __init__(self, scratch: pathlib.Path, args: argparse.Namespace):
+    self._scratch, self._args, self._files = scratch, args, expand(args.input)
+    self._texts = [
+      item.text
+      for path in self._files
+      for piece in formats.pieces(path, args.text_field)
+      if isinstance(piece, formats.Piece)
+      for item in formats.documents(piece, args.text_field)
+      if isinstance(item, formats.Document)
+    ]
+    self._model = sentencepiece.SentencePieceProcessor(model_file=args.tokenizer)
+    self.num_bytes = sum(len(t.encode()) for t in self._texts)
+    self.num_tokens = sum(len(ids) for ids in self._model.encode(self._texts))
+    self.peak_bytes = self._prepared = 0
+
+  def encode(self) -> float:
+    started = time.perf_counter()
+    self._model.encode(self._texts, num_threads=self._args.workers)
+    return time.perf_counter() - started
+
+  def prepare(self) -> float:
+    """The whole command, with the start of Python."""
+    args, output = self._args, self._scratch / f"store{self._prepared}"
+    command = [sys.executable, "-m", "nanosam.data.prepare", "--input", *self._files]
+    command += [f"--tokenizer={args.tokenizer}", f"--text_field={args.text_field}"]
+    command += [f"--workers={args.workers}", f"--output={output}"]
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+      self.peak_bytes = max(self.peak_bytes, tree_bytes(process.pid))
+      time.sleep(0.05)
+    if process.returncode:
+      raise errors.UserError("prepare failed, so there is nothing to measure")
+    self._prepared += 1
+    return time.perf_counter() - started
+
+  def read(self, kind: str, workers: int) -> float:
+    source = open_source(f"{kind}:{self._scratch / 'store0'}", vocab_size=0, cache_dir="")
+    options = StreamOptions(LENGTH, BATCH_SIZE, range(BATCH_SIZE), workers=workers)
+    stream = source.train_stream(options)
+    next(stream)  # waits for the workers to start
+    started = time.perf_counter()
+    for _ in range(BATCHES[kind]):
+      next(stream)
+    seconds = time.perf_counter() - started
+    stream.close()
+    return seconds
+
+
+def tree_bytes(pid: int) -> int:
+  """Resident memory of a process and its descendants; shared pages count several times."""
+  try:
+    root = psutil.Process(pid)
+    return sum(p.memory_info().rss for p in (root, *root.children(recursive=True)))
+  except psutil.Error:  # one of them has just ended
+    return 0
+
+
+def data_table(rows: list[dict[str, Any]]) -> str:
+  lines = [f"{'':<20}{'seconds':>9}{'M tokens/s':>12}{'ratio':>8}"]
+  for row in rows:
+    line = f"{row['name']:<20}{row['seconds']:>9.2f}{row['tokens_per_sec'] / 1e6:>12.2f}"
+    line += f"{row['ratio']:>8.2f}"
+    if "text_bytes_per_sec" in row:
+      line += f"  {row['text_bytes_per_sec'] / 1e6:.1f} MB/s of text"
+    if "peak_bytes" in row:
+      line += f", {row['peak_bytes'] / 2**20:.0f} MiB at most"
+    lines.append(line)
   return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from nanosam.data.batch import EvalSet
 from nanosam.model.transformer import Params
 from nanosam.run.evaluation import Evaluator
 from nanosam.run.restore import Loaded
-from nanosam.system.progress import Progress, duration
+from nanosam.system.progress import Progress, TimeLeft, duration
 
 FILE = "sharpness.json"
 KEEP_BYTES = 2**29  # Lanczos keeps all its vectors where they fit in this
@@ -29,22 +29,22 @@ PROBES, ITERATIONS = 8, 60
 
 
 class Countdown:
-  """Shows what is being measured, and how long all of it will take, counted in gradients."""
+  """Shows what is being measured and the time left; work is counted in gradients."""
 
   def __init__(self, progress: Progress, needed: dict[str, float]):
     self._progress, self._needed, self._done = progress, needed, dict.fromkeys(needed, 0.0)
-    self._time, self._stage = time.monotonic(), ""
-    self._worked = self._seconds = 0.0
+    self._time_left, self._stage = TimeLeft(), ""
 
   def update(self, stage: str, done: float, needed: float | None = None, text: str = "") -> None:
-    now = time.monotonic()
-    if stage == self._stage:  # the first time of a stage is mostly compiling
-      self._worked += done - self._done[stage]
-      self._seconds += now - self._time
-    self._time, self._stage, self._done[stage] = now, stage, done
+    self._done[stage] = done
     self._needed[stage] = max(done, self._needed[stage] if needed is None else needed)
-    left = sum(self._needed.values()) - sum(self._done.values())
-    seconds = left * self._seconds / self._worked if self._worked else None
+    seconds = self._time_left.update(
+      sum(self._done.values()),
+      sum(self._needed.values()),
+      time.monotonic(),
+      counts=stage == self._stage,  # the first time of a stage is mostly compiling
+    )
+    self._stage = stage
     self._progress.status(f"{stage}  {text}  about {duration(seconds)} left")
 
 

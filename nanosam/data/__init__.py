@@ -1,1 +1,0 @@
-"""Documents to tokens to packed rows to batches."""

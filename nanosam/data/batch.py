@@ -1,4 +1,4 @@
-"""What the pipeline hands to the model."""
+"""Batches, and the options of the streams that make them."""
 
 import hashlib
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ Array = Any  # numpy on the host, jax on devices
 class Batch(NamedTuple):
   inputs_BxL: Array  # int32
   targets_BxL: Array  # int32, the next token of each input
-  weights_BxL: Array  # float32; 0 on padding, and across document borders when masked
-  segments_BxL: Array | None  # int32, document number within the row (0 = padding), or None
+  weights_BxL: Array  # float32; 0 on padding, and between documents if they are masked
+  segments_BxL: Array | None  # int32, number of the document within the row (0 = padding)
 
   def rows(self, which: slice) -> "Batch":
     return Batch(*(x if x is None else x[which] for x in self))
@@ -25,28 +25,29 @@ class EvalSet(NamedTuple):
   documents: int
 
 
-TOO_FEW_TOKENS = (
-  "train for fewer steps, bring more data, or read it again with --config.data.repeat=True"
-)
+TOO_FEW_TOKENS = "train for fewer steps, add more data, or repeat it with --config.data.repeat=True"
 
 
-class Reading(NamedTuple):
-  """How a training split is read: in which batches, in which order, and by whom."""
+class StreamOptions(NamedTuple):
+  """How a host reads the training split."""
 
   L: int
   batch_size: int
-  rows: range  # of the global batch, which this host makes; it reads nothing else
+  rows: range  # of the global batch: those of this host
   data_seed: int = 0
-  repeat: bool = True  # another epoch when the data ends
+  repeat: bool = True  # start another epoch when the data ends
   mask_documents: bool = False
-  workers: int = 0  # processes that read ahead; 0 = threads in this one
-  prefetch: int = 4  # batches read ahead
+  workers: int = 0  # processes that read ahead; 0 = a thread
+  prefetch: int = 4  # batches to read ahead
+
+
+Reading = StreamOptions  # its name in run/trainer.py
 
 
 def batch_hash(batch: Batch, first_row: int = 0) -> str:
-  """Names the tokens of a batch, or of a host's rows of it, which begin at `first_row`.
+  """Identifies the tokens of a batch, or of one host's rows, which begin at `first_row`.
 
-  Hashes of the hosts' rows combine to that of the whole batch, however it was dealt out.
+  `combine_hashes` of all hosts gives the hash of the whole batch, however its rows are divided.
   """
   rows = np.concatenate([batch.inputs_BxL, batch.targets_BxL], axis=1).astype("<i4")
   return combine_hashes(
@@ -56,5 +57,5 @@ def batch_hash(batch: Batch, first_row: int = 0) -> str:
 
 
 def combine_hashes(hashes: Iterable[str]) -> str:
-  """The sum, so that it depends on neither the order nor the grouping of the rows."""
+  """A sum, so that neither the order nor the grouping of rows matters."""
   return f"{sum(int(h, 16) for h in hashes) % 2**64:016x}"

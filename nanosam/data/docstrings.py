@@ -1,7 +1,7 @@
-"""Documentation out of Python source, read with ast and never imported.
+"""Extracts docstrings from Python source with ast, without importing it.
 
-Also a program: JSON paths on stdin, JSON documents on stdout. It then runs without the package,
-so several can read in parallel and start at once; hence the standard library alone.
+Also a program: a JSON list of paths on stdin, their documents as JSON on stdout. It uses the
+standard library alone, so that several processes start at once and read in parallel.
 """
 
 import ast
@@ -11,8 +11,8 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-# A document ends with the docstring that makes it at least this long, so that a small validation
-# set still holds many whole documents.
+# A document ends with the docstring that makes it this long. Short documents, so that even a small
+# validation set has many whole ones.
 _DOCUMENT_CHARS = 3000
 
 Entry = tuple[str, str]  # heading, docstring
@@ -26,7 +26,7 @@ def module_documents(path: str) -> list[list[Entry]]:
     try:
       tree = ast.parse(f.read())
     except (SyntaxError, ValueError):
-      return []  # a template, or Python of another age
+      return []  # a template, or Python of another version
   if path.endswith("topics.py") and (topics := _topics(tree)):
     return topics
   documents: list[list[Entry]] = []
@@ -41,7 +41,7 @@ def module_documents(path: str) -> list[list[Entry]]:
 
 
 def _entries(node: ast.AST, prefix: str) -> Iterator[Entry]:
-  """Docstrings in source order; functions inside functions are nobody's documentation."""
+  """Docstrings in source order, except those of functions inside functions."""
   if isinstance(node, ast.Module) and (text := _docstring(node)):
     yield "", text
   for child in ast.iter_child_nodes(node):
@@ -65,7 +65,7 @@ def _arguments(function: _Function) -> str:
 
 
 def _topics(tree: ast.Module) -> list[list[Entry]]:
-  """pydoc's topics: a dictionary literal of the language reference's sections."""
+  """pydoc's topics: a dictionary literal of sections of the language reference."""
   for node in tree.body:
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
       values = [v.value for v in node.value.values if isinstance(v, ast.Constant)]
@@ -74,5 +74,5 @@ def _topics(tree: ast.Module) -> list[list[Entry]]:
 
 
 if __name__ == "__main__":
-  signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends without a word when nobody listens any more
+  signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exits silently if the reader is gone
   json.dump([module_documents(path) for path in json.load(sys.stdin)], sys.stdout)

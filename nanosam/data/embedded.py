@@ -1,7 +1,7 @@
-"""The embedded corpus: English documentation that every installation already holds.
+"""The embedded corpus: English documentation that is part of every installation.
 
 Docstrings of the standard library and of the distributions below, and pydoc's topics. The same
-Python and package versions give the same documents, whatever the machine.
+Python and package versions give the same documents on every machine.
 """
 
 import concurrent.futures
@@ -24,9 +24,9 @@ from nanosam.data.store import MANIFEST, StoreWriter
 from nanosam.data.tokenizer import Tokenizer, train_tokenizer
 from nanosam.system.errors import UserError, say
 
-FORMAT = 1  # Raise it when the same packages give other documents or another store.
+FORMAT = 1  # raise it when the same packages give other documents or another store
 
-# Direct dependencies, and what these cannot be installed without.
+# Direct dependencies and some of theirs. Changing the list changes the corpus and every result.
 DISTRIBUTIONS = (
   "absl-py",
   "clu",
@@ -47,7 +47,7 @@ DISTRIBUTIONS = (
   "treescope",
   "wandb",
 )
-# Tests, copies of other projects, and parts of Python that some systems package apart.
+# Tests, copies of other projects, and parts of Python that some systems package separately.
 _SKIPPED_DIRECTORIES = frozenset(
   {
     *("test", "tests", "testing", "__pycache__"),
@@ -63,7 +63,7 @@ _READERS = 2
 
 
 def build_embedded(cache_dir: str | os.PathLike[str], vocab_size: int) -> Path:
-  """The directory of the corpus as a token store; made at the first call, then found."""
+  """The directory of the corpus as a token store, built on first use."""
   versions = _versions()
   key = hashlib.sha256(json.dumps([FORMAT, vocab_size, versions]).encode()).hexdigest()[:12]
   final = Path(cache_dir).expanduser() / f"embedded-{vocab_size}-{key}"
@@ -77,7 +77,7 @@ def build_embedded(cache_dir: str | os.PathLike[str], vocab_size: int) -> Path:
       _write(partial, vocab_size)
       partial.rename(final)
     except OSError:
-      if not (final / MANIFEST).exists():  # Otherwise another process was quicker: use its copy.
+      if not (final / MANIFEST).exists():  # otherwise another process was faster: use its copy
         raise
     finally:
       shutil.rmtree(partial, ignore_errors=True)
@@ -90,14 +90,14 @@ def build_embedded(cache_dir: str | os.PathLike[str], vocab_size: int) -> Path:
 
 
 def collect_documents() -> list[str]:
-  """Every document once, in an order that only its text decides."""
+  """Every document once, in an order that depends on the texts alone."""
   files = [*_standard_library_files(), *_distribution_files()]
   seen: set[str] = set()
   documents = set()
   for entries in _read([path for _, path in sorted(files)]):
     fresh = []
     for heading, text in entries:
-      # Inherited and generated docstrings repeat; the first one in the order of names stays.
+      # Inherited and generated docstrings repeat: the first in the order of file names counts.
       if len(text) >= _MIN_ENTRY_CHARS and text not in seen:
         seen.add(text)
         fresh.append(f"{heading}\n{text}" if heading else text)
@@ -118,7 +118,7 @@ def _write(directory: Path, vocab_size: int) -> None:
     splits["validation" if is_validation(document) else "train"].append(document)
   tokenizer = train_tokenizer(splits["train"], vocab_size)
   writer = StoreWriter(directory, tokenizer)
-  writer.finish(
+  writer.commit(
     {name: [writer.write_shard(name, 0, _tokenised(tokenizer, d))] for name, d in splits.items()}
   )
 
@@ -129,7 +129,7 @@ def _tokenised(tokenizer: Tokenizer, documents: Sequence[str]) -> Iterator[tuple
 
 
 def _read(paths: Sequence[str]) -> Iterator[list[docstrings.Entry]]:
-  """The documents of all files in the order of `paths`, parsed by a few processes."""
+  """The documents of all files in the order of `paths`, parsed in parallel."""
   command = [sys.executable, "-I", docstrings.__file__]
   shares = [paths[k::_READERS] for k in range(_READERS)]
   with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
@@ -138,7 +138,7 @@ def _read(paths: Sequence[str]) -> Iterator[list[docstrings.Entry]]:
         subprocess.check_output,
         command,
         input=json.dumps(share).encode(),
-        start_new_session=True,  # a ctrl-C is for us, who tell it in one line
+        start_new_session=True,  # ctrl-C is for this process alone
       )
       for share in shares
     ]
@@ -156,7 +156,7 @@ def _versions() -> dict[str, str]:
 
 
 def _standard_library_files() -> Iterator[tuple[str, str]]:
-  """(name that is the same on every machine, path)"""
+  """Pairs of a name that is the same on every machine, and a path."""
   root = Path(sysconfig.get_path("stdlib"))
   for directory, subdirectories, names in os.walk(root):
     subdirectories[:] = [d for d in subdirectories if d not in _SKIPPED_DIRECTORIES]
@@ -189,7 +189,7 @@ def _is_wanted(relative: str) -> bool:
 
 
 def _is_text(document: str) -> bool:
-  """Whether it has bytes: a lone surrogate in a string literal has none."""
+  """False for a lone surrogate in a string literal, which cannot be encoded."""
   try:
     document.encode()
   except UnicodeEncodeError:

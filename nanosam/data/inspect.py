@@ -1,9 +1,9 @@
-"""Looks at a data source: how much there is, what it looks like, how fast it is read.
+"""Describes a data source: its size, what it looks like, how fast it is read.
 
     python -m nanosam.data.inspect --source=tokens:DIR [--config=configs/FILE.py[:k=v,...]]
 
-With a config, in its rows, and with how often its run would see the data; without --source, at the
-config's own. --verify reads a token store to the last byte and compares checksums.
+With a config: in rows of its length, and how many epochs its run takes; --source defaults to the
+config's own. --verify reads all of a token store and compares checksums.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanosam import config as config_lib
-from nanosam.data.batch import Reading, batch_hash
+from nanosam.data.batch import StreamOptions, batch_hash
 from nanosam.data.preparation.assembly import PLAN
 from nanosam.data.sources import Source, source_of
 from nanosam.data.store import StoreReader, check_sha256
@@ -28,7 +28,7 @@ _SETTINGS = ("vocab_size", "cache_dir", "data_dir", "tokenizer", "text_field")
 def main(argv: list[str]) -> None:
   a = parse(argv[1:])
   if not (a.source or a.config):
-    raise UsageError("nothing to look at: say --source=tokens:DIR, or --config=FILE.py")
+    raise UsageError("nothing to inspect: pass --source=tokens:DIR or --config=FILE.py")
   for key, low in {"length": 1, "batch_size": 1, "workers": 0, "rows": 0}.items():
     if (value := getattr(a, key)) is not None and value < low:
       raise UsageError(f"--{key}={value} must be at least {low}")
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
   if a.verify:
     verify(name)
   L, batch_size = a.length or config.model.L, a.batch_size or config.batch_size
-  facts = look(source, name, L=L, batch_size=batch_size, workers=a.workers, rows=a.rows)
+  facts = inspect(source, name, L=L, batch_size=batch_size, workers=a.workers, rows=a.rows)
   if a.config:
     tokens = config.opt.num_train_steps * batch_size * L
     facts["config_tokens"] = tokens
@@ -48,14 +48,14 @@ def main(argv: list[str]) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  p = Parser("python -m nanosam.data.inspect", "Looks at a data source.")
+  p = Parser("python -m nanosam.data.inspect", "Describes a data source.")
   p.add_argument("--source", help="embedded, tokens:DIR, tfds:NAME or tfds:DIR")
   p.add_argument("--config", help="FILE.py[:k=v,...]")
   p.add_argument("--length", type=int, help="of a row (default: the config's)")
   p.add_argument("--batch_size", type=int, help="in rows (default: the config's)")
   p.add_argument("--vocab_size", type=int, help="of embedded")
   p.add_argument("--cache_dir", help="for copies and the embedded corpus")
-  p.add_argument("--data_dir", help="where tfds:NAME lies")
+  p.add_argument("--data_dir", help="directory of tfds:NAME")
   p.add_argument("--tokenizer", help="for tfds")
   p.add_argument("--text_field", help="for tfds")
   p.add_argument("--workers", type=int, default=0, help="reading processes (%(default)s)")
@@ -65,11 +65,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   return p.parse_args(argv)
 
 
-def look(
+def inspect(
   source: Source, name: str, *, L: int, batch_size: int, workers: int, rows: int
 ) -> dict[str, Any]:
-  """Facts about a source, fit for JSON."""
-  stream = source.train_stream(Reading(L, batch_size, range(batch_size), workers=workers))
+  """Facts about a source, for JSON."""
+  stream = source.train_stream(StreamOptions(L, batch_size, range(batch_size), workers=workers))
   try:
     first = next(stream)
     started, steps = time.perf_counter(), 0
@@ -115,7 +115,7 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def verify(name: str) -> None:
-  """Compares all checksums of a token store, and of the texts that `prepare` put beside it."""
+  """Compares all checksums of a token store, and of the texts that `prepare` stored with it."""
   kind, _, directory = name.partition(":")
   if kind != "tokens":
     raise UsageError("--verify is for token stores: tokens:DIR")

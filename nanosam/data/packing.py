@@ -1,17 +1,17 @@
 """Packed rows of a token split, and the batch of any step.
 
-Row r is tokens[r*L : r*L + L + 1]: neighbours share one token, so every token but the first is
-predicted exactly once per epoch. The tail of the last row is padding of weight 0.
+Row r is tokens[r*L : r*L + L + 1]: consecutive rows share one token, so every token but the first
+is predicted exactly once per epoch. The rest of the last row is padding of weight 0.
 """
 
 import dataclasses
 import hashlib
-from typing import Protocol
+from collections.abc import Sequence
 
 import grain
 import numpy as np
 
-from nanosam.data.batch import Batch
+from nanosam.data.batch import Batch, StreamOptions
 from nanosam.data.store import Split
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UserError
@@ -23,56 +23,49 @@ def num_rows(num_tokens: int, L: int) -> int:
   return max(0, -(-(num_tokens - 1) // L))
 
 
-class Tokens(Protocol):
-  def read(self, start: int, stop: int) -> np.ndarray:
-    """Tokens start..stop-1; fewer if they end before."""
-    ...
-
-
 def pack_rows(
-  tokens: Tokens,
-  rows: list[int] | range,
-  *,
-  L: int,
-  num_tokens: int,
-  tokenizer: Tokenizer,
-  mask_documents: bool,
+  rows: Sequence[np.ndarray], *, L: int, tokenizer: Tokenizer, mask_documents: bool
 ) -> Batch:
-  """Packs the given rows of the first `num_tokens` tokens."""
+  """A batch of rows of at most L + 1 tokens each."""
   packed = np.full((len(rows), L + 1), tokenizer.pad_id, np.int32)
   weights_BxL = np.ones((len(rows), L), np.float32)
   for i, row in enumerate(rows):
-    found = tokens.read(row * L, min(row * L + L + 1, num_tokens))
-    packed[i, : len(found)] = found
-    weights_BxL[i, len(found) - 1 :] = 0
+    packed[i, : len(row)] = row
+    weights_BxL[i, len(row) - 1 :] = 0
   inputs_BxL, targets_BxL = packed[:, :-1].copy(), packed[:, 1:].copy()
   segments_BxL = None
   if mask_documents:
     begins_BxL = inputs_BxL == tokenizer.bos_id
-    begins_BxL[:, 0] = True  # A row may begin inside a document: that is its first.
+    begins_BxL[:, 0] = True  # a row may begin inside a document, which is then its first
     segments_BxL = np.cumsum(begins_BxL, axis=1, dtype=np.int32)
     segments_BxL[weights_BxL == 0] = 0
     weights_BxL[targets_BxL == tokenizer.bos_id] = 0
   return Batch(inputs_BxL, targets_BxL, weights_BxL, segments_BxL)
 
 
+def pack_tokens(tokens: np.ndarray, *, L: int, tokenizer: Tokenizer, mask_documents: bool) -> Batch:
+  """All rows of a stream of tokens."""
+  rows = [tokens[start : start + L + 1] for start in range(0, len(tokens) - 1, L)]
+  return pack_rows(rows, L=L, tokenizer=tokenizer, mask_documents=mask_documents)
+
+
 def documents_that_fit(lengths_D: np.ndarray, rows: int, L: int) -> int:
-  """How many first documents of these lengths (with bos and eos) fit in the rows."""
+  """How many documents of these lengths (with bos and eos) fit in the rows, from the first on."""
   targets_D = lengths_D.cumsum() - 1
   documents = int(np.searchsorted(targets_D, rows * L, side="right"))
   if not documents:
     first = f"; the first needs {targets_D[0]}" if len(targets_D) else ""
     raise UserError(
-      f"{rows} rows of {L} tokens hold no validation document{first}: "
+      f"no validation document fits in {rows} rows of {L} tokens{first}: "
       "raise eval_steps or eval_batch_size"
     )
   return documents
 
 
 def shuffled(position: int, size: int, data_seed: int) -> int:
-  """Which of `size` items stands at a position of an endless stream of permutations of them."""
+  """Which of `size` items is at a position of an endless stream of permutations of them."""
   epoch, index = divmod(position, size)
-  # Hashed, because data_seed + epoch would give one seed's second epoch to the next seed.
+  # Hashed, because with data_seed + epoch one seed's second epoch would be the next seed's first.
   digest = hashlib.sha256(f"{data_seed}/{epoch}".encode()).digest()
   return grain.experimental.index_shuffle(
     index, max_index=size - 1, seed=int.from_bytes(digest[:4], "big"), rounds=_SHUFFLE_ROUNDS
@@ -81,33 +74,24 @@ def shuffled(position: int, size: int, data_seed: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class HostBatches:
-  """One host's rows of the global batch of any step: the random access that Grain reads."""
+  """One host's rows of the global batch of any step: what Grain reads."""
 
   split: Split
   tokenizer: Tokenizer
-  L: int
-  batch_size: int
-  host_rows: range
-  data_seed: int
-  mask_documents: bool
+  options: StreamOptions
   first_step: int
   last_step: int
 
   @property
   def rows_per_epoch(self) -> int:
-    return num_rows(self.split.num_tokens, self.L)
+    return num_rows(self.split.num_tokens, self.options.L)
 
   def __len__(self) -> int:
     return self.last_step - self.first_step
 
   def __getitem__(self, index: int) -> Batch:
-    start = (self.first_step + index) * self.batch_size
-    rows = [shuffled(start + i, self.rows_per_epoch, self.data_seed) for i in self.host_rows]
-    return pack_rows(
-      self.split,
-      rows,
-      L=self.L,
-      num_tokens=self.split.num_tokens,
-      tokenizer=self.tokenizer,
-      mask_documents=self.mask_documents,
-    )
+    o, size = self.options, self.rows_per_epoch
+    start = (self.first_step + index) * o.batch_size
+    rows = [shuffled(start + i, size, o.data_seed) for i in o.rows]
+    tokens = [self.split.read(row * o.L, row * o.L + o.L + 1) for row in rows]
+    return pack_rows(tokens, L=o.L, tokenizer=self.tokenizer, mask_documents=o.mask_documents)

@@ -3,26 +3,25 @@
     python -m nanosam.data.prepare --input='c4/*.json.gz' --output=DIR --vocab_size=32000
 
 Reads JSON lines, Parquet, TFRecord (tf.Example) and text (one document a file), plain or gzipped.
-The same files and arguments give the same bytes, whatever the number of workers. Killed at any
-moment, the same command goes on where it was: shards that are complete stay. DIR then holds
+The same files and arguments give the same bytes, whatever the number of workers. After being
+killed, the same command resumes and keeps the shards that are complete. In the end DIR holds
 
     store.json, tokenizer.model, train-00000.tokens, ...   the token store: data.source=tokens:DIR
     text/1.0.0/                  the texts in ArrayRecord form: tfds.builder_from_directory, or
                                  data.source=tfds:DIR, tokenised again on the fly
     prepare.json                 arguments, input files, summary, checksums of text/
 
-and, until it is finished,
+and until then
 
-    unfinished/00003-00012/      chunk 12 of group 3 of the input files (see chunk.py)
-    unfinished/group-00003.json  into how many chunks that group was cut
-    unfinished/complete.json     all chunks are there; they are being moved to their places
+    unfinished/00003-00012/      chunk 12 of group 3 of the input files (see worker.py)
+    unfinished/group-00003.json  number of chunks in that group
+    unfinished/complete.json     all chunks are there and are being moved into place
 """
 
 import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
 import json
 import multiprocessing
 import os
@@ -34,23 +33,22 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from nanosam.data.preparation import chunk as chunk_lib
-from nanosam.data.preparation import vocabulary
-from nanosam.data.preparation.assembly import PLAN, describe, finish
-from nanosam.data.preparation.chunk import Rules
-from nanosam.data.preparation.chunking import cut_chunks, drop_group
+from nanosam.data.preparation import vocabulary, worker
+from nanosam.data.preparation.assembly import PLAN, assemble, describe
+from nanosam.data.preparation.chunking import delete_group, make_chunks
 from nanosam.data.preparation.inputs import Plan, changes, make_plan
+from nanosam.data.preparation.worker import Rules
 from nanosam.data.store import MANIFEST, TOKENIZER
 from nanosam.data.tokenizer import MODEL_TYPES, Tokenizer
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import Interrupted, UsageError, UserError
-from nanosam.system.files import write_atomically, write_json
-from nanosam.system.progress import Progress, duration
+from nanosam.system.files import PARTIAL, lock_file, write_atomically, write_json
+from nanosam.system.progress import Progress, TimeLeft, duration
 
 _UNFINISHED = "unfinished"
 _COMPLETE = "complete.json"
-_PAUSE = 0.5  # seconds between two looks at the workers
+_POLL_SECONDS = 0.5
 
 
 def main(argv: list[str]) -> None:
@@ -58,29 +56,36 @@ def main(argv: list[str]) -> None:
 
 
 def prepare(a: argparse.Namespace) -> dict[str, Any]:
-  """Does it all, or what is left of it; returns the summary."""
+  """Prepares everything, or what is left to do; returns the summary."""
   out = Path(a.output).expanduser()
   plan = make_plan(a)
-  started = time.monotonic()
-  with _alone(out):
-    record = _begin_or_resume(out, plan)
+  lock = _lock(out)
+  try:
+    record = _start_or_resume(out, plan)
     if (out / MANIFEST).exists():
       shutil.rmtree(out / _UNFINISHED, ignore_errors=True)
       print(f"{out} is already prepared")
     else:
-      plan = _recorded_plan(out, plan, record)
-      rules = Rules(a.text_field, a.validation_fraction, a.on_error)
-      try:
-        _work(out, plan, rules, _vocabulary(out, plan, rules, a), a.workers)
-        record = finish(out, out / _UNFINISHED, len(plan.groups))
-      except OSError as e:
-        raise UserError(
-          f"cannot write to {out}: {e.strerror or e}; free some space or mend what it says, then "
-          "run the same command to go on"
-        ) from e
-      print(f"prepared {out} in {time.monotonic() - started:.1f} s")
+      record = _run(out, _recorded_plan(out, plan, record), a)
+  finally:
+    os.close(lock)
   print(describe(out, record["summary"]))
   return record["summary"]
+
+
+def _run(out: Path, plan: Plan, a: argparse.Namespace) -> dict[str, Any]:
+  started = time.monotonic()
+  rules = Rules(a.text_field, a.validation_fraction, a.on_error)
+  try:
+    _process_chunks(out / _UNFINISHED, plan, rules, _vocabulary(out, plan, rules, a), a.workers)
+    record = assemble(out, out / _UNFINISHED, len(plan.groups))
+  except OSError as e:
+    raise UserError(
+      f"cannot write to {out}: {e.strerror or e}; free some space or fix the cause, then run the "
+      "same command to resume"
+    ) from e
+  print(f"prepared {out} in {time.monotonic() - started:.1f} s")
+  return record
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -131,32 +136,25 @@ def _cores() -> int:
   return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def _lock(out: Path) -> int:
   try:
     out.mkdir(parents=True, exist_ok=True)
-    handle = os.open(out, os.O_RDONLY)
+    return lock_file(out)
+  except BlockingIOError as e:
+    raise UserError(f"another process is preparing {out}; wait for it or stop it") from e
   except OSError as e:
     raise UserError(f"cannot write to {out}: {e.strerror}; choose another --output") from e
-  try:
-    try:
-      fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-      raise UserError(f"another process is preparing {out}; wait for it or end it") from e
-    except OSError:
-      pass  # a file system without locks
-    yield
-  finally:
-    os.close(handle)
 
 
-def _begin_or_resume(out: Path, plan: Plan) -> dict[str, Any]:
-  """What prepare.json holds; refuses a directory that was begun in another way."""
+def _start_or_resume(out: Path, plan: Plan) -> dict[str, Any]:
+  """The contents of prepare.json; refuses a directory with other arguments or other files."""
   new = plan.to_json()
   if not (out / PLAN).exists():
-    ours = (_UNFINISHED, f"{PLAN}.partial")  # left by a run that was killed right here
-    if any(p.name not in ours for p in out.iterdir()):
-      raise UsageError(f"{out} is not empty and not of this command's making; choose another")
+    leftovers = (_UNFINISHED, PLAN + PARTIAL)  # of a run that was killed right here
+    if any(p.name not in leftovers for p in out.iterdir()):
+      raise UsageError(
+        f"{out} is not empty and was not made by this command; choose another --output"
+      )
     (out / _UNFINISHED).mkdir(exist_ok=True)
     write_json(out / PLAN, new)
     return new
@@ -166,7 +164,7 @@ def _begin_or_resume(out: Path, plan: Plan) -> dict[str, Any]:
     raise UserError(f"{out / PLAN} is damaged ({e}); delete {out} and start over") from e
   if found := changes(record, new):
     raise UsageError(
-      f"{out} was begun with other arguments ({'; '.join(found)}); repeat those, choose another "
+      f"{out} was started with other arguments ({'; '.join(found)}); use those, choose another "
       "--output, or delete it"
     )
   if record["arguments"] != new["arguments"]:
@@ -176,28 +174,28 @@ def _begin_or_resume(out: Path, plan: Plan) -> dict[str, Any]:
 
 
 def _recorded_plan(out: Path, plan: Plan, record: dict[str, Any]) -> Plan:
-  """The plan that was begun, without what was made of files that have changed since."""
-  begun = dataclasses.replace(plan, groups=record["groups"], shard_bytes=record["shard_bytes"])
+  """The plan that was started; deletes the chunks of files that have changed since."""
+  recorded = dataclasses.replace(plan, groups=record["groups"], shard_bytes=record["shard_bytes"])
   before = {i["path"]: i for i in record["inputs"]}
   changed = {i.path for i in plan.inputs if before[i.path] != dataclasses.asdict(i)}
   if changed:
     if (out / _UNFINISHED / _COMPLETE).exists():
-      raise UsageError(f"{min(changed)} has changed since {out} was begun; delete {out}")
-    for g, group in enumerate(begun.groups):
-      if both := sorted(changed.intersection(begun.paths(group))):
-        print(f"{both[0]} has changed: reading it again")
-        drop_group(out / _UNFINISHED, g)
+      raise UsageError(f"{min(changed)} has changed since {out} was started; delete {out}")
+    for g, group in enumerate(recorded.groups):
+      if in_group := changed.intersection(recorded.paths(group)):
+        print(f"{min(in_group)} has changed: reading it again")
+        delete_group(out / _UNFINISHED, g)
     write_json(out / PLAN, {**record, "inputs": plan.to_json()["inputs"]})
-  return begun
+  return recorded
 
 
 @contextlib.contextmanager
 def _workers(count: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-  """A pool of processes that end at once if anything goes wrong."""
+  """A pool of processes that are terminated at once if anything goes wrong."""
   others = {*multiprocessing.active_children()}
   spawn = multiprocessing.get_context("spawn")
   pool = concurrent.futures.ProcessPoolExecutor(
-    count, spawn, initializer=chunk_lib.start_worker, initargs=(spawn.Lock(),)
+    count, spawn, initializer=worker.start_worker, initargs=(spawn.Lock(),)
   )
   try:
     yield pool
@@ -206,18 +204,18 @@ def _workers(count: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
       process.terminate()
     if isinstance(e, BrokenProcessPool):
       raise UserError(
-        "a worker process was killed, perhaps for want of memory; run the same command to go on, "
+        "a worker process was killed, perhaps for lack of memory; run the same command to resume, "
         "with fewer --workers if it happens again"
       ) from e
     if isinstance(e, KeyboardInterrupt):
-      raise Interrupted("stopped; run the same command to go on") from e
+      raise Interrupted("stopped; run the same command to resume") from e
     raise
   finally:
     pool.shutdown(cancel_futures=True)
 
 
 def _vocabulary(out: Path, plan: Plan, rules: Rules, a: argparse.Namespace) -> Path:
-  """The tokenizer's place in `out`, where it is put at the first call."""
+  """The path of the tokenizer in `out`, trained or copied there the first time."""
   path = out / TOKENIZER
   if path.exists():
     return path
@@ -231,15 +229,16 @@ def _vocabulary(out: Path, plan: Plan, rules: Rules, a: argparse.Namespace) -> P
     )
     settings = {k: getattr(a, k) for k in ("vocab_size", "model_type", "sample_bytes")}
     paths = [i.path for i in plan.inputs if i.split != "validation"]
-    with _workers(1) as pool:  # a process of its own gives its memory back
+    with _workers(1) as pool:  # the memory is freed when this process ends
       tokenizer = pool.submit(vocabulary.train, paths, rules, **settings).result()
   write_atomically(path, tokenizer.model_bytes)
   return path
 
 
-def _work(out: Path, plan: Plan, rules: Rules, tokenizer: Path, workers: int) -> None:
-  """Makes every chunk that is not there yet."""
-  unfinished = out / _UNFINISHED
+def _process_chunks(
+  unfinished: Path, plan: Plan, rules: Rules, tokenizer: Path, workers: int
+) -> None:
+  """Processes every chunk that is not complete yet."""
   if (unfinished / _COMPLETE).exists():
     return
   progress = _Progress(sum(i.bytes for i in plan.inputs))
@@ -248,52 +247,47 @@ def _work(out: Path, plan: Plan, rules: Rules, tokenizer: Path, workers: int) ->
   def collect(at_most: int) -> None:
     while len(pending) > at_most:
       done, _ = concurrent.futures.wait(
-        pending, timeout=_PAUSE, return_when=concurrent.futures.FIRST_COMPLETED
+        pending, timeout=_POLL_SECONDS, return_when=concurrent.futures.FIRST_COMPLETED
       )
       for future in done:
-        stored_bytes = pending.pop(future)
+        progress.done_bytes += pending.pop(future)
         shards = future.result()["splits"].values()
-        progress.add(sum(s["tokens"]["documents"] for s in shards), stored_bytes)
+        progress.documents += sum(s["tokens"]["documents"] for s in shards)
       progress.show()
 
   with contextlib.closing(progress), _workers(workers) as pool:
-    for cut in cut_chunks(unfinished, plan, rules):
-      if cut.chunk is None:
-        progress.skip(cut.stored_bytes)
+    for chunk, stored_bytes in make_chunks(unfinished, plan, rules):
+      if chunk is None:
+        progress.skipped_bytes += stored_bytes
         continue
-      task = pool.submit(chunk_lib.process, cut.chunk, rules, os.fspath(tokenizer))
-      pending[task] = cut.stored_bytes
+      task = pool.submit(worker.process, chunk, rules, os.fspath(tokenizer))
+      pending[task] = stored_bytes
       collect(workers + 1)
     collect(0)
   write_json(unfinished / _COMPLETE, {})
 
 
 class _Progress:
-  """Documents a second, and the time left by the bytes of the input files."""
+  """Documents per second, and the time left by the bytes of the input files."""
 
   def __init__(self, total_bytes: int):
-    self._total, self._done, self._skipped = total_bytes, 0, 0
-    self._documents = 0
+    self._total_bytes = total_bytes
+    self.done_bytes = self.skipped_bytes = self.documents = 0
     self._started = time.monotonic()
+    self._time_left = TimeLeft()
+    self._time_left.update(0, total_bytes, self._started)
     self._line = Progress(0)
 
-  def add(self, documents: int, stored_bytes: int) -> None:
-    self._documents += documents
-    self._done += stored_bytes
-
-  def skip(self, stored_bytes: int) -> None:
-    self._skipped += stored_bytes
-
   def show(self) -> None:
-    if not self._done:
-      return
-    seconds = time.monotonic() - self._started
-    left = (self._total - self._skipped - self._done) * seconds / self._done
-    percent = 100 * (self._skipped + self._done) / self._total
-    self._line.status(
-      f"{percent:.0f}%  {self._documents:,} documents  {self._documents / seconds:,.0f} "
-      f"documents/s  {duration(left)} left"
-    )
+    now = time.monotonic()
+    left = self._time_left.update(self.done_bytes, self._total_bytes - self.skipped_bytes, now)
+    if left is not None:
+      percent = 100 * (self.skipped_bytes + self.done_bytes) / self._total_bytes
+      rate = self.documents / (now - self._started)
+      self._line.status(
+        f"{percent:.0f}%  {self.documents:,} documents  {rate:,.0f} documents/s  "
+        f"{duration(left)} left"
+      )
 
   def close(self) -> None:
     self._line.close()

@@ -1,4 +1,4 @@
-"""Reading ahead with Grain, and what streams have in common."""
+"""Reading ahead with Grain, and a check that all streams share."""
 
 import pickle
 import signal
@@ -18,15 +18,15 @@ class RandomAccess(Protocol):
 
 
 def read_ahead(source: RandomAccess, *, workers: int, prefetch: int) -> grain.DatasetIterator:
-  """The elements in order, `prefetch` of them ahead, made by processes or by a thread."""
+  """The elements in order; `workers` processes, or one thread, read `prefetch` of them ahead."""
   elements = grain.MapDataset.source(source)
   if not workers:
     options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
     return iter(elements.to_iter_dataset(options))
-  if not flags.FLAGS.is_parsed():  # by a program that has none; Grain's workers read some
+  if not flags.FLAGS.is_parsed():  # Grain's workers read flags, but this program has none
     flags.FLAGS.mark_as_parsed()
-  # Pickled, because arrays would travel in shared memory, of which those on the way are lost with
-  # a complaint when a stream is closed.
+  # Pickled, because arrays would travel in shared memory, which leaks with a warning if a stream is
+  # closed while some are on the way.
   in_order = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
   pickled = elements.map(pickle.dumps).to_iter_dataset(in_order)
   ahead = grain.MultiprocessingOptions(
@@ -36,7 +36,7 @@ def read_ahead(source: RandomAccess, *, workers: int, prefetch: int) -> grain.Da
 
 
 def _settle_worker(index: int, count: int) -> None:
-  """A worker ends with its parent: not before, on a ctrl-C that reaches them all, and not after."""
+  """A worker ignores ctrl-C, which is for its parent, and exits when the parent does."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   exit_with_parent()
 
@@ -45,6 +45,6 @@ def check_fingerprint(state: Mapping[str, Any], fingerprint: str) -> None:
   if state["fingerprint"] != fingerprint:
     raise UserError(
       f"the checkpoint was made with data {state['fingerprint']}, this is {fingerprint} "
-      "(other files, or other package versions under the embedded corpus); restore that data "
-      "or start in another workdir"
+      "(other files, or for the embedded corpus other package versions); restore that data "
+      "or use another workdir"
     )

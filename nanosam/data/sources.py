@@ -1,7 +1,7 @@
 """Sources of batches. Each host reads only its own rows of the global batch.
 
-From a token store the batch is a function of (data_seed, step) alone: of neither hosts, workers nor
-restarts. What is tokenised on the fly depends on the number of hosts besides (tfds_source.py).
+From a token store, a batch depends on (data_seed, step) alone, not on hosts, workers or restarts.
+Text that is tokenised on the fly depends on the number of hosts too (tfds.py).
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from typing import Any, Protocol
 import grain
 from etils import epath
 
-from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, Reading
+from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, StreamOptions
 from nanosam.data.embedded import build_embedded
-from nanosam.data.packing import HostBatches, documents_that_fit, num_rows, pack_rows
+from nanosam.data.packing import HostBatches, documents_that_fit, num_rows, pack_tokens
 from nanosam.data.read_ahead import check_fingerprint, read_ahead
 from nanosam.data.store import MANIFEST, TOKENIZER, StoreReader, read_manifest
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UsageError, UserError
-from nanosam.system.remote import is_remote, local_copy, reaching
+from nanosam.system.remote import is_remote, local_copy, storage_errors
 
 
 class Stream(Protocol):
@@ -30,7 +30,7 @@ class Stream(Protocol):
   def __iter__(self) -> Iterator[Batch]: ...
   def __next__(self) -> Batch: ...
   def state(self) -> dict[str, Any]:
-    """The position of the next batch, fit for JSON; `merge_states` joins those of several hosts."""
+    """The position of the next batch, for JSON; `merge_states` merges those of all hosts."""
     ...
 
   def restore(self, state: Mapping[str, Any]) -> None: ...
@@ -45,15 +45,15 @@ class Source(Protocol):
   """Tokenised text with a training and a validation split."""
 
   tokenizer: Tokenizer
-  fingerprint: str  # names exactly these tokens
-  train_tokens: int  # these three are estimates if the tokens are made on the fly
+  fingerprint: str  # identifies these tokens
+  train_tokens: int  # these three are estimates if text is tokenised on the fly
   train_documents: int
   train_bytes: int
 
   def check_length(self, *, L: int, batch_size: int, steps: int, repeat: bool) -> None:
     """Raises a UserError if training would run out of data."""
 
-  def train_stream(self, reading: Reading) -> Stream: ...
+  def train_stream(self, options: StreamOptions) -> Stream: ...
 
   def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
     """A fixed set of whole documents in at most `rows` rows."""
@@ -72,9 +72,9 @@ def open_source(
   """Opens a source by its name.
 
   embedded         the embedded corpus, with a vocabulary of `vocab_size` pieces
-  tokens:DIR       a token store, which brings its own vocabulary
+  tokens:DIR       a token store, which has its own vocabulary
   tfds:NAME        a TFDS data set under `data_dir`, or tfds:DIR, tokenised on the fly with
-                   `tokenizer` ("" = the one that lies beside it)
+                   `tokenizer` ("" = the one stored next to it)
 
   A remote DIR (gs://...) is copied to `cache_dir` first.
   """
@@ -82,26 +82,26 @@ def open_source(
   cache = Path(cache_dir) if cache_dir else default_cache_dir()
   if source == "embedded":
     store = StoreReader(build_embedded(cache, vocab_size))
-    store.verify()  # Small enough to check every byte at each start.
+    store.verify()  # small enough to check every byte each time
     return StoreSource(store)
   if kind == "tokens" and argument:
     return StoreSource(
       StoreReader(copy_store(argument, cache) if is_remote(argument) else argument)
     )
   if kind == "tfds" and argument:
-    from nanosam.data.tfds import open_tfds  # not everyone needs to wait for its imports
+    from nanosam.data.tfds import open_tfds  # slow to import
 
     return open_tfds(
       argument, data_dir=data_dir, tokenizer=tokenizer, text_field=text_field, cache_dir=cache
     )
   raise UsageError(
-    f"unknown data source {source!r}; known are 'embedded', 'tokens:DIR' and 'tfds:NAME or DIR'"
+    f"unknown data source {source!r}; use 'embedded', 'tokens:DIR', 'tfds:NAME' or 'tfds:DIR'"
   )
 
 
 def copy_store(uri: str, cache_dir: Path) -> Path:
-  """The local copy of a token store, every byte of it checked."""
-  with reaching(uri):
+  """A local copy of a token store, with every byte checked."""
+  with storage_errors(uri):
     remote = epath.Path(uri)
     manifest = read_manifest(remote)
     shards = [s["name"] for split in manifest["splits"].values() for s in split if s["tokens"]]
@@ -116,7 +116,7 @@ def copy_store(uri: str, cache_dir: Path) -> Path:
 
 
 def source_of(data: Any, source: str = "") -> Source:
-  """Opens the source of a config's `data` section, or another one with its other settings."""
+  """Opens the source in a config's `data` section, or another one with the same settings."""
   return open_source(
     source or data.source,
     vocab_size=data.vocab_size,
@@ -128,13 +128,13 @@ def source_of(data: Any, source: str = "") -> Source:
 
 
 def eval_set(source: Source, c: Any) -> EvalSet:
-  """The sequences that a run of this config is evaluated on, wherever and in whatever batches."""
+  """The sequences that a run with this config is evaluated on."""
   rows = c.eval_steps * c.eval_batch_size
   return source.validation(L=c.model.L, rows=rows, mask_documents=c.data.mask_documents)
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  """One state of all hosts' streams, saved once and restored by each of them."""
+  """One state for the streams of all hosts; each of them can be restored from it."""
   merged = dict(states[0])
   if "positions" in merged:
     merged["positions"] = {k: v for state in states for k, v in state["positions"].items()}
@@ -148,7 +148,7 @@ def default_cache_dir() -> Path:
 
 
 class StoreSource:
-  """A Source over a packed token store."""
+  """A Source that reads a token store."""
 
   def __init__(self, store: StoreReader):
     self.tokenizer = store.tokenizer
@@ -170,35 +170,20 @@ class StoreSource:
         + TOO_FEW_TOKENS
       )
 
-  def train_stream(self, reading: Reading) -> "StoreStream":
-    r = reading
-    if r.rows.step != 1 or not 0 <= r.rows.start < r.rows.stop <= r.batch_size:
-      raise ValueError(f"{r.rows} are not rows of a batch of {r.batch_size}")
-    batches = HostBatches(
-      split=self._train,
-      tokenizer=self.tokenizer,
-      L=r.L,
-      batch_size=r.batch_size,
-      host_rows=r.rows,
-      data_seed=r.data_seed,
-      mask_documents=r.mask_documents,
-      first_step=0,
-      last_step=sys.maxsize if r.repeat else self._whole_batches(r.L, r.batch_size),
-    )
-    return StoreStream(batches, self.fingerprint, workers=r.workers, prefetch=r.prefetch)
+  def train_stream(self, options: StreamOptions) -> "StoreStream":
+    o = options
+    if o.rows.step != 1 or not 0 <= o.rows.start < o.rows.stop <= o.batch_size:
+      raise ValueError(f"{o.rows} are not rows of a batch of {o.batch_size}")
+    last_step = sys.maxsize if o.repeat else self._whole_batches(o.L, o.batch_size)
+    batches = HostBatches(self._train, self.tokenizer, o, first_step=0, last_step=last_step)
+    return StoreStream(batches, self.fingerprint)
 
   def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
     table = self._validation.documents()
     documents = documents_that_fit(table[:, 0], rows, L)
     num_tokens, num_bytes = (int(n) for n in table[:documents].sum(0))
-    batch = pack_rows(
-      self._validation,
-      range(num_rows(num_tokens, L)),
-      L=L,
-      num_tokens=num_tokens,
-      tokenizer=self.tokenizer,
-      mask_documents=mask_documents,
-    )
+    tokens = self._validation.read(0, num_tokens)
+    batch = pack_tokens(tokens, L=L, tokenizer=self.tokenizer, mask_documents=mask_documents)
     return EvalSet(batch, num_bytes, documents)
 
   def _whole_batches(self, L: int, batch_size: int) -> int:
@@ -206,13 +191,11 @@ class StoreSource:
 
 
 class StoreStream:
-  """A Stream whose whole state is the step; Grain reads ahead of it."""
+  """A Stream whose only state is the step."""
 
-  def __init__(self, batches: HostBatches, fingerprint: str, *, workers: int, prefetch: int):
-    self._batches = batches
+  def __init__(self, batches: HostBatches, fingerprint: str):
+    self._batches, self._options = batches, batches.options
     self._fingerprint = fingerprint
-    self._workers = workers
-    self._prefetch = prefetch
     self._step = 0
     self._iterator: grain.DatasetIterator | None = None
 
@@ -220,14 +203,17 @@ class StoreStream:
     return self
 
   def __next__(self) -> Batch:
-    if self._step >= self._batches.last_step:
-      b = self._batches
+    o, last = self._options, self._batches.last_step
+    if self._step >= last:
       raise UserError(
-        f"the training data ends after {b.last_step} steps of {b.batch_size} x {b.L} tokens; "
+        f"the training data ends after {last} steps of {o.batch_size} x {o.L} tokens; "
         + TOO_FEW_TOKENS
       )
     if self._iterator is None:
-      self._iterator = self._open()
+      # Beginning at the step, instead of restoring Grain's own state, makes a restart O(1) and
+      # independent of the number of workers.
+      rest = dataclasses.replace(self._batches, first_step=self._step)
+      self._iterator = read_ahead(rest, workers=o.workers, prefetch=o.prefetch)
     batch = next(self._iterator)
     self._step += 1
     return batch
@@ -241,15 +227,9 @@ class StoreStream:
     self._step = int(state["step"])
 
   def epoch(self) -> float:
-    return self._step * self._batches.batch_size / self._batches.rows_per_epoch
+    return self._step * self._options.batch_size / self._batches.rows_per_epoch
 
   def close(self) -> None:
     if self._iterator is not None:
       self._iterator.close()
       self._iterator = None
-
-  def _open(self) -> grain.DatasetIterator:
-    # Beginning at the step, rather than restoring Grain's own state, makes a restart O(1) and
-    # independent of the number of workers.
-    rest = dataclasses.replace(self._batches, first_step=self._step)
-    return read_ahead(rest, workers=self._workers, prefetch=self._prefetch)

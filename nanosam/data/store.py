@@ -1,6 +1,6 @@
-"""The packed token store: a directory of tokens that any host can read at random.
+"""The token store: a directory of tokens with random access.
 
-    store.json                  what is in it; written last, so without it there is no store
+    store.json                  the manifest; written last, so it marks the store as complete
     tokenizer.model
     train-00000.tokens          flat little-endian ids (uint16, or uint32 for a large vocabulary)
     train-00000.documents       uint32 pairs: tokens and UTF-8 bytes of each document
@@ -21,14 +21,15 @@ from etils import epath
 
 from nanosam.data.tokenizer import Tokenizer, token_dtype
 from nanosam.system.errors import UserError
-from nanosam.system.files import write_atomically
+from nanosam.system.files import PARTIAL, write_atomically
 
 FORMAT = 1
 MANIFEST = "store.json"
 TOKENIZER = "tokenizer.model"
+TEXT = "text/1.0.0"  # beside the tokens, if `prepare` made them: the documents as a TFDS data set
 _TABLE_DTYPE = np.dtype("<u4")
 _AGAIN = "; delete the directory and make it again"
-_WRITE_TOKENS = 1 << 20  # tokens held back before they are written
+_BUFFER_TOKENS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +45,9 @@ class Shard:
 
 
 class StoreWriter:
-  """Writes a store; its shards may be written in many processes, each with shards of its own.
+  """Writes a store; different processes may write different shards.
 
-  A shard appears under its own name only when it is complete, its .tokens file last, and
-  `finish` makes the directory a store.
+  A shard gets its name when it is complete, its .tokens file last. `commit` completes the store.
   """
 
   def __init__(self, directory: epath.PathLike, tokenizer: Tokenizer):
@@ -55,7 +55,7 @@ class StoreWriter:
     self._tokenizer = tokenizer
     self._dtype = token_dtype(tokenizer.vocab_size)
     if (self.directory / MANIFEST).exists():
-      raise UserError(f"{directory} already holds a token store; delete it or choose another name")
+      raise UserError(f"{directory} already holds a token store; delete it or choose another")
     self.directory.mkdir(parents=True, exist_ok=True)
 
   def shard(self, split: str, number: int) -> "ShardWriter":
@@ -68,9 +68,9 @@ class StoreWriter:
     with self.shard(split, number) as shard:
       for ids, num_bytes in documents:
         shard.add(ids, num_bytes)
-      return shard.finish()
+      return shard.commit()
 
-  def finish(self, splits: Mapping[str, Sequence[Shard]]) -> None:
+  def commit(self, splits: Mapping[str, Sequence[Shard]]) -> None:
     write_atomically(self.directory / TOKENIZER, self._tokenizer.model_bytes)
     manifest = {
       "format": FORMAT,
@@ -83,40 +83,41 @@ class StoreWriter:
 
 
 class ShardWriter:
-  """Writes one shard, document by document; a context manager."""
+  """Writes one shard, document by document."""
 
   def __init__(self, directory: epath.Path, name: str, tokenizer: Tokenizer):
     self._directory, self._name, self._tokenizer = directory, name, tokenizer
     self._dtype = token_dtype(tokenizer.vocab_size)
-    self._frame = [np.asarray([i], self._dtype) for i in (tokenizer.bos_id, tokenizer.eos_id)]
+    self._bos, self._eos = (
+      np.asarray([i], self._dtype) for i in (tokenizer.bos_id, tokenizer.eos_id)
+    )
     self._table: list[tuple[int, int]] = []
-    self._held: list[np.ndarray] = []
-    self._num_held = 0
+    self._buffer: list[np.ndarray] = []
+    self._num_buffered = 0
     self._digest = hashlib.sha256()
-    self._file = self._path("tokens.partial").open("wb")
+    self._file = self._path("tokens" + PARTIAL).open("wb")
 
   def add(self, ids: Sequence[int] | np.ndarray, num_bytes: int) -> None:
-    """Adds a document given as ids without bos and eos, and UTF-8 bytes."""
+    """Adds a document: its ids without bos and eos, and its UTF-8 bytes."""
     ids = np.asarray(ids)
     if len(ids) and not 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size:
       raise UserError(
         f"a document has token {ids.max()}, outside the vocabulary of "
-        f"{self._tokenizer.vocab_size}; give the store the tokenizer that made the tokens"
+        f"{self._tokenizer.vocab_size}; use the tokenizer that made the tokens"
       )
-    bos, eos = self._frame
-    self._held += [bos, ids.astype(self._dtype, copy=False), eos]
-    self._num_held += len(ids) + 2
+    self._buffer += [self._bos, ids.astype(self._dtype, copy=False), self._eos]
+    self._num_buffered += len(ids) + 2
     self._table.append((len(ids) + 2, num_bytes))
-    if self._num_held >= _WRITE_TOKENS:
+    if self._num_buffered >= _BUFFER_TOKENS:
       self._flush()
 
-  def finish(self) -> Shard:
+  def commit(self) -> Shard:
     self._flush()
     self._file.close()
     counts = np.asarray(self._table, np.int64).reshape(-1, 2)
     table_bytes = counts.astype(_TABLE_DTYPE).tobytes()
     write_atomically(self._path("documents"), table_bytes)
-    self._path("tokens.partial").replace(self._path("tokens"))
+    self._path("tokens" + PARTIAL).replace(self._path("tokens"))
     tokens, num_bytes = (int(n) for n in counts.sum(0))
     return Shard(
       name=self._name,
@@ -134,11 +135,11 @@ class ShardWriter:
     self._file.close()
 
   def _flush(self) -> None:
-    chunk = np.concatenate([*self._held, np.empty(0, self._dtype)]).data
-    self._digest.update(chunk)
-    self._file.write(chunk)
-    self._held.clear()
-    self._num_held = 0
+    tokens = np.concatenate([*self._buffer, np.empty(0, self._dtype)]).data
+    self._digest.update(tokens)
+    self._file.write(tokens)
+    self._buffer.clear()
+    self._num_buffered = 0
 
   def _path(self, suffix: str) -> epath.Path:
     return self._directory / f"{self._name}.{suffix}"
@@ -165,7 +166,7 @@ class Split:
     self._open()
 
   def read(self, start: int, stop: int) -> np.ndarray:
-    """Tokens start..stop-1 of the stream; shorter if the stream ends before."""
+    """Tokens start..stop-1 of the stream; fewer if it ends before."""
     first = int(np.searchsorted(self._starts, start, side="right")) - 1
     parts = []
     for k in range(first, len(self._maps)):
@@ -182,18 +183,13 @@ class Split:
 
   def verify(self) -> None:
     for shard in self._shards:
-      wanted = {"tokens": shard.sha256, "documents": shard.documents_sha256}
-      for suffix, sha256 in wanted.items():
-        check_sha256(self._file(shard, suffix), sha256)
+      check_sha256(self._file(shard, "tokens"), shard.sha256)
+      check_sha256(self._file(shard, "documents"), shard.documents_sha256)
 
   def _open(self) -> None:
     for shard in self._shards:
-      sizes = {
-        "tokens": shard.tokens * self._dtype.itemsize,
-        "documents": shard.documents * 2 * _TABLE_DTYPE.itemsize,
-      }
-      for suffix, size in sizes.items():
-        _check_size(self._file(shard, suffix), size)
+      _check_size(self._file(shard, "tokens"), shard.tokens * self._dtype.itemsize)
+      _check_size(self._file(shard, "documents"), shard.documents * 2 * _TABLE_DTYPE.itemsize)
     self._maps = [_map(self._file(s, "tokens"), self._dtype) for s in self._shards]
 
   def _file(self, shard: Shard, suffix: str) -> epath.Path:
@@ -220,7 +216,7 @@ def _map(path: epath.Path, dtype: np.dtype) -> np.ndarray:
 
 
 class StoreReader:
-  """Opens a finished store; checks names and sizes, and with `verify` every byte."""
+  """Opens a complete store; checks names and sizes, and with `verify` every byte."""
 
   def __init__(self, directory: epath.PathLike):
     self.directory = epath.Path(directory).expanduser()
@@ -242,12 +238,12 @@ class StoreReader:
     if self.vocab_size != self.tokenizer.vocab_size or self._dtype != token_dtype(self.vocab_size):
       raise UserError(
         f"{self.directory / MANIFEST} says {self._dtype.name} for {self.vocab_size} pieces, which "
-        f"does not fit the tokenizer's {self.tokenizer.vocab_size}{_AGAIN}"
+        f"does not match the tokenizer's {self.tokenizer.vocab_size}{_AGAIN}"
       )
 
   @property
   def fingerprint(self) -> str:
-    """Names exactly these tokens in this order, wherever the store lies."""
+    """Identifies these tokens in this order, wherever the store is."""
     shards = {k: [(s.sha256, s.documents_sha256) for s in v] for k, v in self.splits.items()}
     identity = [FORMAT, self._dtype.name, self.tokenizer.sha256, sorted(shards.items())]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
@@ -271,11 +267,11 @@ def read_manifest(directory: epath.Path) -> dict[str, Any]:
     manifest = json.loads(path.read_bytes())
   except FileNotFoundError as e:
     raise UserError(
-      f"{directory} is not a finished token store: it has no {MANIFEST}; check the path, or "
+      f"{directory} is not a complete token store: it has no {MANIFEST}; check the path, or "
       "prepare the data again"
     ) from e
   except (OSError, ValueError) as e:
     raise UserError(f"cannot read {path} ({e}){_AGAIN}") from e
   if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-    raise UserError(f"{path} is not of format {FORMAT}, the one this version reads{_AGAIN}")
+    raise UserError(f"{path} is not of format {FORMAT}, which this version reads{_AGAIN}")
   return manifest

@@ -1,9 +1,9 @@
 """TFDS data sets in ArrayRecord form, tokenised while training.
 
-Documents are shuffled anew each epoch and dealt out to the hosts in turn; each host tokenises and
-packs its own. How many documents fill a batch is known only by tokenising them, so the batches
-depend on the number of hosts, and a run must be resumed on as many. A token store
-(nanosam.data.prepare) has no such limit, and costs no tokenising.
+Documents are shuffled every epoch and distributed round-robin over the hosts; each host tokenises
+and packs its own. Only tokenising tells how many documents fill a batch, so the batches depend on
+the number of hosts, and a run must be resumed on the same number. A token store
+(nanosam.data.prepare) has no such limit and needs no tokenising.
 """
 
 import collections
@@ -21,18 +21,17 @@ import grain
 import numpy as np
 from etils import epath
 
-from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, Reading
-from nanosam.data.packing import documents_that_fit, num_rows, pack_rows, shuffled
-from nanosam.data.preparation.assembly import TEXT
+from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, StreamOptions
+from nanosam.data.packing import documents_that_fit, pack_tokens, shuffled
 from nanosam.data.read_ahead import check_fingerprint, read_ahead
-from nanosam.data.store import TOKENIZER
+from nanosam.data.store import TEXT, TOKENIZER
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UsageError, UserError
-from nanosam.system.remote import is_remote, local_copy, reaching
+from nanosam.system.remote import is_remote, local_copy, storage_errors
 
 _INFO = "dataset_info.json"
-_GROUP = 16  # documents in one element of the read-ahead; part of a checkpoint's position
-_SAMPLED = 256  # documents that an estimate rests on
+_GROUP = 16  # documents tokenised together; positions in checkpoints count in groups
+_SAMPLED = 256  # documents from which the number of tokens is estimated
 
 
 def open_tfds(
@@ -57,13 +56,13 @@ def open_tfds(
 
 
 def _find(name: str, data_dir: str) -> str:
-  """The directory of a data set: itself, that of a prepared one, or by name."""
-  with reaching(name):
+  """The directory of a data set, given itself, the output of `prepare`, or a name."""
+  with storage_errors(name):
     for directory in (epath.Path(name).expanduser(), epath.Path(name).expanduser() / TEXT):
       if (directory / _INFO).exists():
         return os.fspath(directory)
     if is_remote(name):
-      raise UserError(f"{name} is no TFDS data set: it has no {_INFO}; check the path")
+      raise UserError(f"{name} is not a TFDS data set: it has no {_INFO}; check the path")
   from tensorflow_datasets.core import read_only_builder, registered
 
   try:
@@ -95,15 +94,15 @@ def _find_tokenizer(directory: str, tokenizer: str) -> Tokenizer:
   if tokenizer:
     return Tokenizer.load(tokenizer)
   path = epath.Path(directory)
-  for place in (path, path.parent.parent):  # the second in what nanosam.data.prepare makes
+  for place in (path, path.parent.parent):  # the latter in the output of `prepare`
     if (place / TOKENIZER).exists():
       return Tokenizer.load(place / TOKENIZER)
-  raise UsageError(f"{directory} brings no {TOKENIZER}: name one with data.tokenizer=FILE")
+  raise UsageError(f"{directory} has no {TOKENIZER}: name one with data.tokenizer=FILE")
 
 
 def _copy(directory: str, cache_dir: Path) -> str:
   remote = epath.Path(directory)
-  with reaching(directory):
+  with storage_errors(directory):
     names = [p.name for p in remote.iterdir()]
     version = (remote / _INFO).read_bytes()
     copy = local_copy(remote, names, version=version, cache_dir=cache_dir, check=lambda copy: None)
@@ -112,7 +111,7 @@ def _copy(directory: str, cache_dir: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-  """The texts of one split, at random; pickled as a name."""
+  """Random access to the texts of one split; pickled as its name."""
 
   directory: str
   split: str
@@ -144,7 +143,7 @@ class Texts:
     try:
       return value.decode()
     except UnicodeDecodeError as e:
-      raise UserError(f"{where} is not valid UTF-8; prepare the data again without it") from e
+      raise UserError(f"{where} is not valid UTF-8; prepare the data without it") from e
 
 
 def _framed(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
@@ -182,48 +181,36 @@ class TfdsSource:
         f"{batch_size} x {L} ({needed} tokens) were asked for; {TOO_FEW_TOKENS}"
       )
 
-  def train_stream(self, reading: Reading) -> "TfdsStream":
-    r, rows = reading, reading.rows
-    if not len(rows) or rows.step != 1 or r.batch_size % len(rows) or rows.start % len(rows):
-      raise ValueError(f"{rows} are not one host's equal share of a batch of {r.batch_size}")
+  def train_stream(self, options: StreamOptions) -> "TfdsStream":
+    o, rows = options, options.rows
+    if not len(rows) or rows.step != 1 or o.batch_size % len(rows) or rows.start % len(rows):
+      raise ValueError(f"{rows} are not one host's equal share of a batch of {o.batch_size}")
     groups = Groups(
       texts=self._train,
       tokenizer=self.tokenizer,
       host=rows.start // len(rows),
-      hosts=r.batch_size // len(rows),
-      data_seed=r.data_seed,
-      repeat=r.repeat,
+      hosts=o.batch_size // len(rows),
+      data_seed=o.data_seed,
+      repeat=o.repeat,
       first=0,
     )
-    groups_a_batch = len(rows) * r.L / (_GROUP * self._tokens_per_document)
-    return TfdsStream(
-      groups,
-      self.fingerprint,
-      rows=len(rows),
-      L=r.L,
-      mask_documents=r.mask_documents,
-      workers=r.workers,
-      prefetch=int(np.ceil(r.prefetch * groups_a_batch)),
-    )
+    groups_per_batch = len(rows) * o.L / (_GROUP * self._tokens_per_document)
+    prefetch = int(np.ceil(o.prefetch * groups_per_batch))
+    return TfdsStream(groups, self.fingerprint, o._replace(prefetch=prefetch))
 
   def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
-    lengths: list[int] = []
-    num_bytes: list[int] = []
     tokens: list[np.ndarray] = []
+    num_bytes: list[int] = []
     for start in range(0, len(self._validation), _GROUP):
-      if sum(lengths) > rows * L + 1:
+      if sum(map(len, tokens)) > rows * L + 1:
         break
       texts = self._validation.read(range(start, min(start + _GROUP, len(self._validation))))
       tokens += _framed(self.tokenizer, texts)
-      lengths += [len(t) for t in tokens[len(lengths) :]]
       num_bytes += [len(t.encode()) for t in texts]
-    documents = documents_that_fit(np.asarray(lengths, np.int64), rows, L)
-    flat = np.concatenate(tokens[:documents])
-    batch = pack_rows(
-      _Flat(flat),
-      range(num_rows(len(flat), L)),
+    documents = documents_that_fit(np.asarray([len(t) for t in tokens], np.int64), rows, L)
+    batch = pack_tokens(
+      np.concatenate(tokens[:documents]),
       L=L,
-      num_tokens=len(flat),
       tokenizer=self.tokenizer,
       mask_documents=mask_documents,
     )
@@ -231,16 +218,8 @@ class TfdsSource:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Flat:
-  tokens: np.ndarray
-
-  def read(self, start: int, stop: int) -> np.ndarray:
-    return self.tokens[start:stop]
-
-
-@dataclasses.dataclass(frozen=True)
 class Groups:
-  """One host's documents, tokenised a few at a time: the random access that Grain reads."""
+  """One host's documents, tokenised in groups: what Grain reads."""
 
   texts: Texts
   tokenizer: Tokenizer
@@ -248,7 +227,7 @@ class Groups:
   hosts: int
   data_seed: int
   repeat: bool
-  first: int  # group to begin with
+  first: int  # the group at index 0
 
   def __len__(self) -> int:
     return (sys.maxsize if self.repeat else self.num_groups) - self.first
@@ -270,67 +249,52 @@ class Groups:
 
 
 class TfdsStream:
-  """A Stream whose state is a position among the host's tokens: group, and token within it."""
+  """A Stream whose state is a position in the host's tokens: a group, and a token within it."""
 
-  def __init__(
-    self,
-    groups: Groups,
-    fingerprint: str,
-    *,
-    rows: int,
-    L: int,
-    mask_documents: bool,
-    workers: int,
-    prefetch: int,
-  ):
-    self._groups = groups
-    self._fingerprint = fingerprint
-    self._rows, self._L, self._mask_documents = rows, L, mask_documents
-    self._workers, self._prefetch = workers, prefetch
+  def __init__(self, groups: Groups, fingerprint: str, options: StreamOptions):
+    """`options.prefetch` counts groups."""
+    self._groups, self._fingerprint, self._options = groups, fingerprint, options
     self._iterator: grain.DatasetIterator | None = None
-    self._held: collections.deque[np.ndarray] = collections.deque()  # tokens from the position on
+    self._buffer: collections.deque[np.ndarray] = collections.deque()  # from the position on
     self._step = self._group = self._offset = 0
 
   def __iter__(self) -> "TfdsStream":
     return self
 
   def __next__(self) -> Batch:
-    size = self._rows * self._L
-    self._fill(size + 1)  # Neighbours share one token: the last target is the next input.
-    tokens = np.concatenate(self._held)[: size + 1]
+    o = self._options
+    size = len(o.rows) * o.L
+    self._fill(size + 1)  # consecutive batches share one token: the last target is the next input
+    tokens = np.concatenate(self._buffer)[: size + 1]
     self._advance(size)
     self._step += 1
-    return pack_rows(
-      _Flat(tokens),
-      range(self._rows),
-      L=self._L,
-      num_tokens=size + 1,
-      tokenizer=self._groups.tokenizer,
-      mask_documents=self._mask_documents,
+    return pack_tokens(
+      tokens, L=o.L, tokenizer=self._groups.tokenizer, mask_documents=o.mask_documents
     )
 
   def _fill(self, num_tokens: int) -> None:
     if self._iterator is None:
       rest = dataclasses.replace(self._groups, first=self._group)
-      self._iterator = read_ahead(rest, workers=self._workers, prefetch=self._prefetch)
-    held = sum(map(len, self._held))
-    while held < num_tokens:
+      o = self._options
+      self._iterator = read_ahead(rest, workers=o.workers, prefetch=o.prefetch)
+    buffered = sum(map(len, self._buffer))
+    while buffered < num_tokens:
       try:
         tokens = next(self._iterator)
       except StopIteration:
         raise UserError(
           f"the training data ends after {self._step} steps; {TOO_FEW_TOKENS}"
         ) from None
-      if not self._held:
+      if not self._buffer:
         tokens = tokens[self._offset :]
-      self._held.append(tokens)
-      held += len(tokens)
+      self._buffer.append(tokens)
+      buffered += len(tokens)
 
   def _advance(self, num_tokens: int) -> None:
-    while num_tokens >= len(self._held[0]):
-      num_tokens -= len(self._held.popleft())
+    while num_tokens >= len(self._buffer[0]):
+      num_tokens -= len(self._buffer.popleft())
       self._group, self._offset = self._group + 1, 0
-    self._held[0] = self._held[0][num_tokens:]
+    self._buffer[0] = self._buffer[0][num_tokens:]
     self._offset += num_tokens
 
   def state(self) -> dict[str, Any]:
@@ -346,14 +310,14 @@ class TfdsStream:
     hosts = self._groups.hosts
     if state["hosts"] != hosts:
       raise UserError(
-        f"the checkpoint was made by {state['hosts']} host(s), this run has {hosts}: documents are "
-        "dealt out to hosts as they are tokenised, so their number must stay; resume on "
-        f"{state['hosts']}, or train from a token store (python -m nanosam.data.prepare)"
+        f"the checkpoint was made by {state['hosts']} host(s), this run has {hosts}: text that is "
+        "tokenised on the fly is divided among the hosts, so their number must not change; resume "
+        f"on {state['hosts']}, or train from a token store (python -m nanosam.data.prepare)"
       )
     position = state["positions"].get(str(self._groups.host))
     if position is None:
       raise UserError(
-        f"the checkpoint lacks the data position of host {self._groups.host}; start over"
+        f"the checkpoint has no data position for host {self._groups.host}; start over"
       )
     self.close()
     self._step = int(state["step"])
@@ -366,4 +330,4 @@ class TfdsStream:
     if self._iterator is not None:
       self._iterator.close()
       self._iterator = None
-    self._held.clear()
+    self._buffer.clear()

@@ -1,4 +1,4 @@
-"""SentencePiece, loaded or trained, with the special ids that packing needs."""
+"""SentencePiece models, loaded or trained, with the special ids that packing needs."""
 
 import functools
 import hashlib
@@ -14,19 +14,19 @@ from nanosam.system.errors import UsageError, UserError
 
 MODEL_TYPES = ("unigram", "bpe")
 
-# SentencePiece's trainer skips lines above this many bytes, so longer ones are cut.
+# SentencePiece's trainer skips longer lines, so they are split.
 _MAX_LINE_BYTES = 1 << 16
-# Encoding needs about 20 bytes of memory for each of the text, so long texts go in parts.
+# Encoding takes about 20 bytes of memory per byte of text, so long texts are encoded in parts.
 _PART_CHARS = 1 << 20
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-  """The smallest type for the ids of a vocabulary, as token stores have it."""
+  """The type of the ids in a token store."""
   return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 class Tokenizer:
-  """A SentencePiece model that is known to have pad, bos and eos."""
+  """A SentencePiece model with pad, bos and eos."""
 
   def __init__(self, model_bytes: bytes, name: str = "the tokenizer"):
     self.model_bytes = model_bytes
@@ -48,7 +48,7 @@ class Tokenizer:
         "use a SentencePiece model trained with pad_id, bos_id and eos_id"
       )
 
-  def __reduce__(self):  # The processor itself cannot be pickled.
+  def __reduce__(self):  # the processor cannot be pickled
     return Tokenizer, (self.model_bytes,)
 
   @classmethod
@@ -64,10 +64,10 @@ class Tokenizer:
     return self.encode_array(text).tolist()
 
   def encode_array(self, text: str) -> np.ndarray:
-    """The same in as few bytes as the vocabulary allows."""
+    """The same, in the type of the token store."""
     if len(text) <= _PART_CHARS:
       return self._encode(text)
-    parts = _cut(text, _PART_CHARS)
+    parts = _split(text, _PART_CHARS)
     encoded = [self._encode(next(parts))]
     for part in parts:
       encoded.append(self._encode(part.removeprefix(" ") if self._adds_a_space else part))
@@ -78,7 +78,7 @@ class Tokenizer:
 
   @functools.cached_property
   def _adds_a_space(self) -> bool:
-    """Whether the model puts a space before a text, so that parts must not bring their own."""
+    """Whether the model adds a space before a text; parts must then not begin with one."""
     a_b, a, b = (self._model.encode(text) for text in ("a b", "a", " b"))
     return a_b != a + b
 
@@ -89,8 +89,8 @@ class Tokenizer:
     return self._model.decode([int(i) for i in ids])
 
 
-def _cut(text: str, size: int) -> Iterator[str]:
-  """Parts of at most `size` characters, each begun before a lone space if there is one."""
+def _split(text: str, size: int) -> Iterator[str]:
+  """Parts of at most `size` characters, each beginning at a single space if possible."""
   start = 0
   while len(text) - start > size:
     stop = start + size
@@ -103,18 +103,18 @@ def _cut(text: str, size: int) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, model_type: str = "bpe") -> Tokenizer:
-  """A vocabulary for the lines of `texts`; the same text gives the same model.
+  """Trains a vocabulary on the lines of `texts`; deterministic.
 
-  Nothing is normalised: spaces and indentation are pieces, and what the vocabulary lacks
-  (newlines among it) falls back to bytes, so decode(encode(text)) == text. The one exception is
-  U+2581, SentencePiece's own sign for a space.
+  Nothing is normalised: spaces and indentation become pieces, and whatever the vocabulary lacks
+  (such as newlines) falls back to bytes, so decode(encode(text)) == text. The one exception is
+  U+2581, SentencePiece's own symbol for a space.
   """
   lines = (
     part
     for text in texts
     for line in text.split("\n")
     if line and not line.isspace()
-    for part in _cut(line, _MAX_LINE_BYTES // 4)  # a character takes at most four bytes
+    for part in _split(line, _MAX_LINE_BYTES // 4)  # a character takes at most four bytes
   )
   model = io.BytesIO()
   try:
@@ -141,7 +141,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, model_type: str = "bp
 
 
 def _reason(error: RuntimeError) -> str:
-  """What SentencePiece's trainer objects to, in a user's words."""
+  """The cause of an error of SentencePiece's trainer, in plain words."""
   message = str(error).strip()
   if "sentences_.empty()" in message:
     return "there is no text"

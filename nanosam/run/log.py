@@ -46,7 +46,7 @@ def open_writers(
 ) -> Writer:
   """Opens every writer of a run (on process 0 only).
 
-  `run` may hold name, group, tags, job_type, project, entity (for W&B). `resume_step` is the step
+  `run` may hold name, group, tags, project, entity (for W&B). `resume_step` is the step
   of the checkpoint the run resumes from; None starts from scratch and drops older records.
   `say` shows one line to the user, from any thread.
   """

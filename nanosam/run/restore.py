@@ -70,6 +70,7 @@ def _config(
 ) -> ml_collections.ConfigDict:
   """The stored config; keys that are newer than the run have their defaults."""
   c = ml_collections.ConfigDict(config_lib.default().to_dict())
+  stored = config_lib.current(stored)
   try:
     if unknown := config_lib.flat(stored).keys() - config_lib.flat(c).keys():
       raise KeyError(f"there is no key {min(unknown)}")

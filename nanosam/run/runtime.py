@@ -20,7 +20,6 @@ def set_up_jax(c: ml_collections.ConfigDict) -> None:
   if c.deterministic:  # XLA reads its flags when the first device is used
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
-  if c.compilation_cache != "off":
-    folder = c.compilation_cache or os.fspath(default_cache_dir() / "xla")
-    jax.config.update("jax_compilation_cache_dir", folder)
+  if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    jax.config.update("jax_compilation_cache_dir", os.fspath(default_cache_dir() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -157,7 +157,7 @@ def _start_run(wandb: Any, spec: dict[str, Any], say: Callable[[str], None]) -> 
     init_timeout=spec["grace"] / 2,  # a run that ends at once still has time to go offline
     stop_fn=lambda: say("W&B asks to stop this run; ignored: stop it with ctrl-C"),
   )
-  keys = ("name", "group", "tags", "job_type", "project", "entity")
+  keys = ("name", "group", "tags", "project", "entity")
   options = {key: spec["run"].get(key) or None for key in keys}
 
   def init(mode: str) -> Any:

@@ -1,8 +1,6 @@
 """Where a run's files are, and one process's claim on that place. bucket.py has the remote kind."""
 
 import concurrent.futures
-import fcntl
-import os
 import pathlib
 import secrets
 import tempfile
@@ -11,6 +9,7 @@ from etils import epath
 
 from nanosam.run.cluster import Hosts
 from nanosam.system.errors import UsageError
+from nanosam.system.files import lock_file
 
 
 class Workdir:
@@ -70,12 +69,9 @@ def create(folder: pathlib.Path) -> None:
 
 def claim(folder: pathlib.Path) -> None:
   """Locks the folder until this process ends: two runs in one place would ruin each other."""
-  lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # open until the process ends
   try:
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    lock_file(folder / ".lock")  # released when the process ends
   except BlockingIOError:
     raise UsageError(
       f"another process is training in {folder}: wait for it, end it, or use another workdir"
     ) from None
-  except OSError:  # a file system without locks
-    pass

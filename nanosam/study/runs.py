@@ -30,7 +30,8 @@ _OF_PERTURBATION = re.compile(
 
 def training_keys(config: Mapping[str, Any]) -> dict[str, Any]:
   """The settings that decide a run's result, flat; keys younger than the run have their default."""
-  values = {**config_lib.flat(config_lib.default()), **config_lib.flat(config)}
+  stored = config_lib.flat(config_lib.current(config))
+  values = {**config_lib.flat(config_lib.default()), **stored}
   plain = METHODS[values["opt.method"]].direction is None
   return {
     key: value

@@ -1,6 +1,7 @@
-"""Small files that are whole at every moment: a reader or a crash finds the old one or the new."""
+"""Files that are replaced whole, so that readers and crashes find the old or the new one; locks."""
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -12,9 +13,11 @@ from etils import epath
 
 from nanosam.system.errors import UserError
 
+PARTIAL = ".partial"  # suffix of a file that is still being written
+
 
 def write_atomically(path: pathlib.Path | epath.Path, content: bytes) -> None:
-  partial = path.with_name(path.name + ".partial")
+  partial = path.with_name(path.name + PARTIAL)
   with disk_errors(path):
     with partial.open("wb") as f:
       f.write(content)
@@ -34,12 +37,30 @@ def disk_errors(path: pathlib.Path | epath.Path) -> Iterator[None]:
     ) from e
 
 
+def lock_file(path: pathlib.Path, *, wait: bool = False) -> int:
+  """Locks a folder, or a file, which is created if missing; returns the open descriptor.
+
+  Closing it, or the end of the process, releases the lock. While another process holds the lock,
+  this waits or raises BlockingIOError. A file system without locks is not locked.
+  """
+  flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+  descriptor = os.open(path, flags, 0o644)
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+  except BlockingIOError:
+    os.close(descriptor)
+    raise
+  except OSError:
+    pass
+  return descriptor
+
+
 def write_json(path: pathlib.Path, value: Any) -> None:
   write_atomically(path, json.dumps(strict_json(value), indent=2).encode())
 
 
 def strict_json(value: Any) -> Any:
-  """JSON has no infinity and no NaN: null stands for both."""
+  """JSON has neither infinity nor NaN: both become null."""
   if isinstance(value, Mapping):
     return {k: strict_json(v) for k, v in value.items()}
   if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The line a person watches: step, loss, speed, time left."""
+"""The progress line: step, loss, speed, time left."""
 
 import contextlib
 import os
@@ -10,9 +10,9 @@ from typing import TextIO
 
 
 class Progress:
-  """One line that updates itself on a terminal; elsewhere a plain line now and then.
+  """One line that updates in place on a terminal; elsewhere a plain line every now and then.
 
-  All methods may be called from any thread. Trouble with the stream never reaches the caller.
+  All methods are thread-safe. Errors of the stream never reach the caller.
   """
 
   def __init__(
@@ -27,8 +27,8 @@ class Progress:
     self._stream = sys.stderr if stream is None else stream
     self._clock = clock
     self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-    self._pause = 0.1 if self._live else every_seconds  # between two prints
-    self._left = _TimeLeft(total_steps)
+    self._interval = 0.1 if self._live else every_seconds  # between two prints
+    self._time_left = TimeLeft()
     self._line = ""
     self._shown = ""
     self._shown_at = float("-inf")
@@ -36,7 +36,7 @@ class Progress:
 
   def update(self, step: int, *, loss: float, tokens_per_sec: float) -> None:
     with self._lock:
-      left = self._left.update(step, self._clock())
+      left = self._time_left.update(step, self._total, self._clock())
       line = (
         f"step {step}/{self._total}  loss {loss:.4f}  "
         f"{_short(tokens_per_sec)} tokens/s  {duration(left)} left"
@@ -44,12 +44,12 @@ class Progress:
       self._set(line, last=step >= self._total)
 
   def status(self, line: str) -> None:
-    """Any other line to watch."""
+    """Shows any other line."""
     with self._lock:
       self._set(line, last=False)
 
   def note(self, text: str) -> None:
-    """A full line that stays, above the moving one."""
+    """Prints a line that stays, above the one that updates."""
     with self._lock:
       if self._live:
         self._print(f"\r\x1b[K{text}\n{self._fit(self._shown)}")
@@ -67,7 +67,7 @@ class Progress:
 
   def _set(self, line: str, last: bool) -> None:
     self._line, now = line, self._clock()
-    if last or now - self._shown_at >= self._pause:
+    if last or now - self._shown_at >= self._interval:
       self._show(now)
 
   def _show(self, now: float) -> None:
@@ -87,40 +87,23 @@ class Progress:
       self._stream.flush()
 
 
-class _TimeLeft:
-  """Time left = steps left x (smoothed time of a step + mean time per step of everything else).
+class TimeLeft:
+  """Estimates the time left from the mean speed so far."""
 
-  Pauses (eval, checkpoints) would make a smoothed step time jump. So what exceeds three step times
-  is booked as a pause, and pauses are spread over all steps so far.
-  """
+  def __init__(self) -> None:
+    self._done = self._work = self._seconds = 0.0
+    self._time: float | None = None
 
-  def __init__(self, total_steps: int):
-    self._total = total_steps
-    self._first_step = self._step = -1
-    self._time = self._paused = self._step_time = 0.0
+  def update(self, done: float, needed: float, now: float, *, counts: bool = True) -> float | None:
+    """Seconds until all `needed` work is done; None while the speed is unknown.
 
-  def update(self, step: int, now: float) -> float | None:
-    """Seconds left, or None as long as there is nothing to go by."""
-    steps, elapsed = step - self._step, now - self._time
-    is_first = self._first_step < 0
-    self._step, self._time = step, now
-    if is_first:
-      self._first_step = step
-    elif steps > 0:
-      self._book(steps, elapsed)
-    done = step - self._first_step
-    if done <= 0:
-      return None
-    return max(0, self._total - step) * (self._step_time + self._paused / done)
-
-  def _book(self, steps: int, elapsed: float) -> None:
-    if self._step_time == 0.0:
-      self._step_time = elapsed / steps
-      return
-    running = min(elapsed, 3 * self._step_time * steps)
-    self._paused += elapsed - running
-    weight = 1 - 0.95**steps
-    self._step_time += weight * (running / steps - self._step_time)
+    counts=False leaves the time since the last update out of the mean speed.
+    """
+    if counts and self._time is not None:
+      self._work += done - self._done
+      self._seconds += now - self._time
+    self._done, self._time = done, now
+    return max(0.0, needed - done) * self._seconds / self._work if self._work > 0 else None
 
 
 def _short(x: float) -> str:

@@ -1,12 +1,10 @@
-"""Data on remote storage (gs:// and the like): copied to this machine once, then read from there.
+"""Data on remote storage (gs:// and the like): copied to this machine once, then read locally.
 
-Shuffled training touches every part of a store all the time, in pieces of a kilobyte: far too small
-to fetch one by one.
+Shuffled training reads a kilobyte here and a kilobyte there, which is far too little per request.
 """
 
 import concurrent.futures
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -16,8 +14,9 @@ from pathlib import Path
 from etils import epath
 
 from nanosam.system.errors import UsageError, UserError, first_line, say
+from nanosam.system.files import PARTIAL, lock_file
 
-_COPIERS = 8
+_THREADS = 8
 _BLOCK_BYTES = 8 << 20
 
 
@@ -26,8 +25,8 @@ def is_remote(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def reaching(uri: str) -> Iterator[None]:
-  """Says in one line why remote storage cannot be read."""
+def storage_errors(uri: str) -> Iterator[None]:
+  """Turns whatever a storage library raises into one line."""
   try:
     yield
   except UserError:
@@ -40,6 +39,9 @@ def reaching(uri: str) -> Iterator[None]:
     ) from e
 
 
+reaching = storage_errors  # its name in run/restore.py
+
+
 def local_copy(
   remote: epath.Path,
   names: Sequence[str],
@@ -48,13 +50,17 @@ def local_copy(
   cache_dir: Path,
   check: Callable[[Path], None],
 ) -> Path:
-  """A directory with the named files; `version` tells apart what may lie under one address."""
+  """A local directory with the named files.
+
+  `version` distinguishes data that were at the same address at different times. `check` raises a
+  UserError if the copy is damaged.
+  """
   key = hashlib.sha256(os.fspath(remote).encode() + b"\n" + version).hexdigest()[:12]
   folder = cache_dir.expanduser() / "copies"
   folder.mkdir(parents=True, exist_ok=True)
   final, partial = folder / key, folder / f".{key}"
-  with open(folder / f".{key}.lock", "w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)  # Another process may be copying: then this one waits.
+  lock = lock_file(folder / f".{key}.lock", wait=True)  # another process may be copying
+  try:
     if not final.exists():
       partial.mkdir(exist_ok=True)
       _fetch(remote, names, partial, final)
@@ -64,27 +70,29 @@ def local_copy(
         shutil.rmtree(partial)
         raise
       partial.rename(final)
+  finally:
+    os.close(lock)
   return final
 
 
 def _fetch(remote: epath.Path, names: Sequence[str], partial: Path, final: Path) -> None:
-  with concurrent.futures.ThreadPoolExecutor(_COPIERS) as pool:
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     sizes = dict(zip(names, pool.map(lambda n: (remote / n).stat().length, names), strict=True))
     missing = [n for n in names if not (partial / n).exists()]
     need = sum(sizes[n] for n in missing)
     if need > shutil.disk_usage(partial).free:
       raise UserError(
-        f"{remote} needs {need / 1e9:.1f} GB in {final.parent}, more than is free there; free some "
-        "space or set NANOSAM_CACHE to another directory"
+        f"{remote} needs {need / 1e9:.1f} GB in {final.parent}, more than is free; free some space "
+        "or set NANOSAM_CACHE to another directory"
       )
     say(f"copying {need / 1e9:.2f} GB from {remote} to {final} (once) ...")
     list(pool.map(lambda n: _fetch_file(remote / n, partial / n, sizes[n]), missing))
 
 
 def _fetch_file(source: epath.Path, target: Path, size: int) -> None:
-  part = target.with_name(f"{target.name}.part")
-  with source.open("rb") as f, open(part, "wb") as g:
+  partial = target.with_name(target.name + PARTIAL)
+  with source.open("rb") as f, open(partial, "wb") as g:
     shutil.copyfileobj(f, g, _BLOCK_BYTES)
-  if part.stat().st_size != size:
-    raise UserError(f"the copy of {source} broke off; run the same command to go on")
-  part.replace(target)
+  if partial.stat().st_size != size:
+    raise UserError(f"the copy of {source} was cut short; run the same command to resume")
+  partial.replace(target)

@@ -1,10 +1,10 @@
-"""inspect tells the truth about a source; the benchmark's rows are complete."""
+"""inspect tells the truth about a source."""
 
 import json
 
 import pytest
 
-from nanosam.data import benchmark, inspect, prepare
+from nanosam.data import inspect, prepare
 from nanosam.data.store import StoreReader
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.system.errors import UsageError, UserError
@@ -98,7 +98,7 @@ def test_verify_finds_a_flipped_bit(directory, capsys, name):
 
 
 def test_bad_requests(directory):
-  with pytest.raises(UsageError, match="nothing to look at"):
+  with pytest.raises(UsageError, match="nothing to inspect"):
     inspect.main(["inspect"])
   with pytest.raises(UsageError, match="unrecognized arguments: --sorce"):
     inspect.main(["inspect", "--sorce=x"])
@@ -109,26 +109,3 @@ def test_bad_requests(directory):
     inspect.main(["inspect", f"--source=tfds:{directory}", "--verify"])
   with pytest.raises(UserError, match=r"no store\.json"):
     inspect.main(["inspect", f"--source=tokens:{directory}/text"])
-
-
-def test_benchmark_rows(directory, capsys, monkeypatch):
-  monkeypatch.setattr(benchmark, "_BATCHES", {"tokens": 2, "tfds": 1})
-  monkeypatch.setattr(benchmark, "_BATCH_SIZE", 4)
-  files = [f"--input={directory.parent}/a.jsonl", f"--tokenizer={directory.parent}/t.model"]
-  benchmark.main(["data", *files, "--repeats=1", "--workers=1", "--json"])
-  rows = json.loads(capsys.readouterr().out)
-  names = ["sentencepiece", "prepare", "tokens", "tokens, 1 workers", "tfds", "tfds, 1 workers"]
-  assert [row["name"] for row in rows] == names
-  assert rows[0]["ratio"] == 1
-  assert rows[1]["peak_bytes"] > 20 << 20
-  assert all(row["tokens_per_sec"] > 0 for row in rows)
-  with pytest.raises(UsageError, match="go together"):
-    benchmark.main(["data", "--input=x"])
-
-
-@pytest.mark.full
-def test_benchmark_of_the_embedded_corpus(capsys):
-  benchmark.main(["data", "--repeats=1"])
-  said = capsys.readouterr().out
-  assert "MB/s of text" in said
-  assert "MiB at most" in said

@@ -1,5 +1,6 @@
 """prepare: the same bytes however it is run or interrupted; every document on the right side."""
 
+import contextlib
 import fcntl
 import functools
 import gzip
@@ -20,11 +21,11 @@ import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 import tensorflow_datasets as tfds
+from helpers.tfrecords import frame
 
 from nanosam.data import prepare
-from nanosam.data.benchmark import tree_bytes
 from nanosam.data.inspect import verify
-from nanosam.data.preparation import assembly, chunk, formats, tfrecord, vocabulary
+from nanosam.data.preparation import assembly, formats, tfrecord, vocabulary, worker
 from nanosam.data.sources import open_source
 from nanosam.data.store import StoreReader
 from nanosam.data.tokenizer import Tokenizer, train_tokenizer
@@ -182,7 +183,7 @@ def test_done_is_done(inputs, prepared, capsys):
 )
 def test_other_arguments_are_refused(inputs, prepared, change, named):
   (inputs / "t.txt").write_text("x")
-  with pytest.raises(UsageError, match=f"begun with other arguments.*{named}"):
+  with pytest.raises(UsageError, match=f"started with other arguments.*{named}"):
     run(*arguments(inputs, prepared[0], *(c.format(inputs) for c in change)))
 
 
@@ -280,7 +281,7 @@ def test_two_at_once_are_refused(inputs, tmp_path):
 
 def test_a_directory_of_something_else_is_left_alone(inputs, tmp_path):
   (tmp_path / "thesis.tex").write_text("x")
-  with pytest.raises(UsageError, match="not empty and not of this command's making"):
+  with pytest.raises(UsageError, match="not empty and was not made by this command"):
     run(*arguments(inputs, tmp_path))
 
 
@@ -289,7 +290,7 @@ def test_every_format_gives_the_same_store(inputs, prepared, tmp_path):
   folder = tmp_path / "in"
   folder.mkdir()
   pq.write_table(pa.table({"body": TRAIN[:150]}), folder / "a.parquet")
-  records = (tfrecord.frame(tfrecord.text_example("body", t.encode())) for t in TRAIN[150:300])
+  records = (frame(tfrecord.text_example("body", t.encode())) for t in TRAIN[150:300])
   (folder / "b.tfrecord-00000-of-00001").write_bytes(b"".join(records))
   (folder / "c.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in TRAIN[300:399]))
   (folder / "d.txt").write_text(TRAIN[399])
@@ -320,7 +321,7 @@ def test_validation_by_fraction_is_by_what_a_document_says(inputs, tmp_path):
   assert len(train) + len(validation) == 800
   assert not set(train) & set(validation)
   assert 100 < len(validation) < 220
-  with pytest.raises(UserError, match="no document fell to validation"):
+  with pytest.raises(UserError, match="there are no validation documents"):
     run(*args, f"--output={tmp_path / 'y'}", "--validation_fraction=0.00001")
 
 
@@ -352,7 +353,7 @@ def test_trained_vocabulary(inputs, tmp_path, capfd):
   store = StoreReader(out)
   assert store.tokenizer.vocab_size == 320
   assert sorted(documents_of(store, "train") + documents_of(store, "validation")) == sorted(TRAIN)
-  rules = chunk.Rules("text", 0.1, "fail")
+  rules = worker.Rules("text", 0.1, "fail")
   files = sorted(str(p) for p in inputs.glob("train*"))
   sample = vocabulary.sample(files, rules, 10**9)
   assert sorted(sample) == sorted(documents_of(store, "train")), "nothing of validation"
@@ -360,7 +361,7 @@ def test_trained_vocabulary(inputs, tmp_path, capfd):
 
 
 def test_sample_is_bounded_and_decided_by_the_corpus(inputs, monkeypatch):
-  rules = chunk.Rules("text", 0.0, "fail")
+  rules = worker.Rules("text", 0.0, "fail")
   files = sorted(str(p) for p in inputs.glob("train*"))
   pieces = functools.partial(formats.pieces, piece_bytes=1000)
   monkeypatch.setattr(formats, "pieces", pieces)
@@ -509,7 +510,7 @@ def test_bad_documents_are_skipped_and_counted(bad_files, tmp_path, capsys):
 
 
 def test_bad_documents_stop_it_by_default(bad_files, tmp_path):
-  with pytest.raises(UserError, match=r"a\.json:3: invalid JSON.*or leave such documents out"):
+  with pytest.raises(UserError, match=r"a\.json:3: invalid JSON.*or skip such documents"):
     run(*bad_files)
   summary = run(*bad_files, "--on_error=skip")  # goes on from there
   assert summary["skipped"] > 4
@@ -552,14 +553,14 @@ def die(*_):
 
 
 def test_a_killed_worker_is_reported(inputs, tmp_path, monkeypatch):
-  monkeypatch.setattr(chunk, "process", die)
+  monkeypatch.setattr(worker, "process", die)
   with pytest.raises(UserError, match="a worker process was killed"):
     run(*arguments(inputs, tmp_path / "x"))
 
 
 def test_nothing_left_to_train_on(inputs, tmp_path):
   (tmp_path / "a.json").write_text('{"text": ""}\n')
-  with pytest.raises(UserError, match=r"no document is left to train on \(.*a\.json:1: empty"):
+  with pytest.raises(UserError, match=r"there are no documents to train on \(.*a\.json:1: empty"):
     run(
       f"--input={tmp_path}/a.json",
       f"--validation={inputs}/validation*",
@@ -586,7 +587,10 @@ def test_documents_of_50_mb_in_bounded_memory(inputs, tmp_path):
   )
   peak = 0
   while process.poll() is None:
-    peak = max(peak, tree_bytes(process.pid))
+    with contextlib.suppress(psutil.Error):  # one of them has just ended
+      root = psutil.Process(process.pid)
+      tree = (root, *root.children(recursive=True))
+      peak = max(peak, sum(p.memory_info().rss for p in tree))
     time.sleep(0.02)
   assert process.returncode == 0, process.communicate()
   process.communicate()

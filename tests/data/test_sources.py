@@ -30,7 +30,7 @@ def directory(tmp_path_factory):
 
   # Borders in the middle of rows: a batch must not care.
   train = [shard("train", i, t) for i, t in enumerate((TRAIN[:20], TRAIN[20:21], TRAIN[21:]))]
-  writer.finish({"train": train, "validation": [shard("validation", 0, VALIDATION)]})
+  writer.commit({"train": train, "validation": [shard("validation", 0, VALIDATION)]})
   return path
 
 
@@ -275,13 +275,13 @@ def test_validation_documents_that_fit_exactly(source):
 
 
 def test_validation_set_too_small_for_a_document(source):
-  with pytest.raises(UserError, match="hold no validation document"):
+  with pytest.raises(UserError, match="no validation document fits"):
     source.validation(L=4, rows=1, mask_documents=False)
 
 
 @pytest.mark.parametrize("name", ["c4", "tokens:", "tfds:", "embedded:x", ""])
 def test_unknown_source_lists_the_known(name):
-  with pytest.raises(UsageError, match="known are 'embedded', 'tokens:DIR' and 'tfds:"):
+  with pytest.raises(UsageError, match="use 'embedded', 'tokens:DIR', 'tfds:NAME' or 'tfds:"):
     open_source(name, vocab_size=512, cache_dir="")
 
 

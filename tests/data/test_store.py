@@ -28,7 +28,7 @@ def write(directory, tokenizer, shards):
     for i, texts in enumerate(shards)
   ]
   validation = writer.write_shard("validation", 0, [(tokenizer.encode("a b"), 3)])
-  writer.finish({"train": train, "validation": [validation]})
+  writer.commit({"train": train, "validation": [validation]})
   return StoreReader(directory)
 
 
@@ -121,7 +121,7 @@ def test_a_dtype_that_does_not_fit_the_vocabulary(tmp_path, tokenizer, change):
   write(tmp_path, tokenizer, [TEXTS[:1]])
   path = tmp_path / "store.json"
   path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-  with pytest.raises(UserError, match=r"store\.json says .* does not fit the tokenizer's 320"):
+  with pytest.raises(UserError, match=r"store\.json says .* does not match the tokenizer's 320"):
     StoreReader(tmp_path)
 
 
@@ -132,7 +132,7 @@ def test_fingerprint_names_the_tokens_not_the_place(tmp_path, tokenizer):
   assert a.fingerprint == b.fingerprint != c.fingerprint
 
 
-def test_without_finish_there_is_no_store(tmp_path, tokenizer):
+def test_without_commit_there_is_no_store(tmp_path, tokenizer):
   StoreWriter(tmp_path, tokenizer).write_shard("train", 0, [([5], 1)])
   with pytest.raises(UserError, match=r"no store\.json"):
     StoreReader(tmp_path)

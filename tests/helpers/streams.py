@@ -4,13 +4,13 @@ import itertools
 
 import numpy as np
 
-from nanosam.data.batch import Reading
+from nanosam.data.batch import StreamOptions
 
 L, B = 16, 8
 
 
 def stream(source, **changes):
-  return source.train_stream(Reading(L, B, range(B), prefetch=2)._replace(**changes))
+  return source.train_stream(StreamOptions(L, B, range(B), prefetch=2)._replace(**changes))
 
 
 def take(source, steps, **changes):

@@ -72,7 +72,7 @@ def test_the_command_gives_the_loss_of_training(commands, whole):
 def store(directory, tokenizer, texts):
   writer = StoreWriter(directory, tokenizer)
   documents = [(tokenizer.encode(text), len(text.encode())) for text in texts]
-  writer.finish({s: [writer.write_shard(s, 0, documents)] for s in ("train", "validation")})
+  writer.commit({s: [writer.write_shard(s, 0, documents)] for s in ("train", "validation")})
   return f"tokens:{directory}"
 
 

@@ -23,7 +23,7 @@ from nanosam.run import log, metrics_file, wandb_process
 from nanosam.system import progress
 from nanosam.system.errors import UsageError, UserError
 
-RUN = {"name": "n", "group": "g", "tags": ["a", "b"], "job_type": "train", "project": "p"}
+RUN = {"name": "n", "group": "g", "tags": ["a", "b"], "project": "p"}
 
 
 @pytest.fixture(autouse=True)
@@ -315,7 +315,7 @@ def test_wandb_offline_run_and_its_resume(tmp_path):
   for records in (first, second):
     (run,) = of_type(records, "run")
     assert (run.run_id, run.display_name, run.run_group) == (run_id, "n", "g")
-    assert (run.job_type, run.project, list(run.tags)) == ("train", "p", ["a", "b"])
+    assert (run.project, list(run.tags)) == ("p", ["a", "b"])
     assert {u.key: u.value_json for u in run.config.update}["opt"] == '{"lr":0.1}'
     assert of_type(records, "exit")[0].exit_code == 0
     summary = {k: v for s in of_type(records, "summary") for k, v in items(s).items()}
@@ -559,13 +559,13 @@ def test_last_step_is_shown_once():
 
 
 def test_time_left_counts_pauses_but_does_not_jump():
-  left = progress._TimeLeft(10_000)
+  left = progress.TimeLeft()
   now, estimates = 0.0, []
   for step in range(1, 2001):
     now += 0.1
     if step % 100 == 0:
       now += 5.0  # eval
-    estimates.append(left.update(step, now))
+    estimates.append(left.update(step, 10_000, now))
   true = 8000 * 0.1 + 80 * 5.0
   assert estimates[-1] == pytest.approx(true, rel=0.1)
   late = estimates[1000:]

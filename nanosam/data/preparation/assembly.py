@@ -1,36 +1,37 @@
-"""The end of `prepare`: moves the shards of all chunks to their places and describes them."""
+"""The last part of `prepare`: moves the shards of all chunks into place and describes them."""
 
 import json
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanosam.data.preparation.chunk import RECORD, SHOWN_PROBLEMS, TEXT_FIELD
 from nanosam.data.preparation.chunking import chunk_directories
-from nanosam.data.store import TOKENIZER, Shard, StoreWriter
+from nanosam.data.preparation.worker import RECORD, SHOWN_PROBLEMS, TEXT_FIELD
+from nanosam.data.store import TEXT, TOKENIZER, Shard, StoreWriter
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UserError
 from nanosam.system.files import write_json
 
 PLAN = "prepare.json"
-TEXT = "text/1.0.0"
 SPLITS = ("train", "validation")
 
 
-class _Made(NamedTuple):
+class _Chunks(NamedTuple):
+  """The records of all chunks together."""
+
   shards: dict[str, list[tuple[Path, dict[str, Any]]]]  # directory and record of each, by split
   skipped: int
   first_skipped: list[str]
 
 
-def finish(out: Path, unfinished: Path, groups: int) -> dict[str, Any]:
-  """Returns what prepare.json then holds. Cut short, it can be repeated."""
-  made = _gather(unfinished, groups)
-  _check_splits(out, made)
+def assemble(out: Path, unfinished: Path, groups: int) -> dict[str, Any]:
+  """Returns the final contents of prepare.json. Can be repeated if it is interrupted."""
+  chunks = _read_records(unfinished, groups)
+  _check_splits(out, chunks)
   shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
   text_sha256: dict[str, str] = {}
   (out / TEXT).mkdir(parents=True, exist_ok=True)
-  for split, found in made.shards.items():
+  for split, found in chunks.shards.items():
     for number, (directory, shard) in enumerate(found):
       name = f"{split}-{number:05d}"
       text = f"{TEXT}/text-{split}.array_record-{number:05d}-of-{len(found):05d}"
@@ -44,35 +45,36 @@ def finish(out: Path, unfinished: Path, groups: int) -> dict[str, Any]:
   summary = {
     **{split: _totals(found) for split, found in shards.items()},
     "vocab_size": tokenizer.vocab_size,
-    "skipped": made.skipped,
-    "first_skipped": made.first_skipped,
+    "skipped": chunks.skipped,
+    "first_skipped": chunks.first_skipped,
   }
   record = json.loads((out / PLAN).read_bytes())
   record |= {"summary": summary, "text_sha256": text_sha256}
   write_json(out / PLAN, record)
-  StoreWriter(out, tokenizer).finish(shards)
+  StoreWriter(out, tokenizer).commit(shards)
   shutil.rmtree(unfinished)
   return record
 
 
-def _gather(unfinished: Path, groups: int) -> _Made:
-  made = _Made({split: [] for split in SPLITS}, 0, [])
+def _read_records(unfinished: Path, groups: int) -> _Chunks:
+  shards: dict[str, list[tuple[Path, dict[str, Any]]]] = {split: [] for split in SPLITS}
+  skipped, first_skipped = 0, []
   for directory in (d for g in range(groups) for d in chunk_directories(unfinished, g)):
     record = json.loads((directory / RECORD).read_bytes())
-    first_skipped = [*made.first_skipped, *record["first_skipped"]][:SHOWN_PROBLEMS]
-    made = _Made(made.shards, made.skipped + record["skipped"], first_skipped)
+    skipped += record["skipped"]
+    first_skipped += record["first_skipped"]
     for split, shard in record["splits"].items():
-      made.shards[split].append((directory, shard))
-  return made
+      shards[split].append((directory, shard))
+  return _Chunks(shards, skipped, first_skipped[:SHOWN_PROBLEMS])
 
 
-def _check_splits(out: Path, made: _Made) -> None:
-  if not made.shards["train"]:
-    first = f" ({made.first_skipped[0]})" if made.first_skipped else ""
-    raise UserError(f"no document is left to train on{first}; delete {out} and name other files")
-  if not made.shards["validation"]:
+def _check_splits(out: Path, chunks: _Chunks) -> None:
+  if not chunks.shards["train"]:
+    first = f" ({chunks.first_skipped[0]})" if chunks.first_skipped else ""
+    raise UserError(f"there are no documents to train on{first}; delete {out} and use other files")
+  if not chunks.shards["validation"]:
     raise UserError(
-      f"no document fell to validation; delete {out} and raise --validation_fraction, or name "
+      f"there are no validation documents; delete {out} and raise --validation_fraction, or name "
       "files with --validation"
     )
 
@@ -81,7 +83,7 @@ def _move(source: Path, target: Path) -> None:
   if source.exists():
     source.replace(target)
   elif not target.exists():
-    raise UserError(f"{source} is gone; delete {target.parent} and start over")
+    raise UserError(f"{source} is missing; delete {target.parent} and start over")
 
 
 def _totals(shards: list[Shard]) -> dict[str, int]:
@@ -94,7 +96,7 @@ def _totals(shards: list[Shard]) -> dict[str, int]:
 
 
 def _write_tfds_metadata(directory: Path, shards: dict[str, list[Shard]]) -> None:
-  """The two files that tfds.builder_from_directory wants, without its imports."""
+  """The two files that tfds.builder_from_directory needs, written without importing TFDS."""
   splits = [
     {
       "name": split,

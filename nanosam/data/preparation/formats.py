@@ -1,8 +1,8 @@
-"""Documents out of files: JSON lines, Parquet, text and TFRecord, plain or gzipped.
+"""Reads documents from files: JSON lines, Parquet, text and TFRecord, plain or gzipped.
 
-Reading has two halves, so that one process can feed many: `pieces` cuts a file into runs of raw
-records without looking inside them, which costs little, and `documents` parses such a run. Whatever
-is wrong with a record becomes a Problem with file and line; the caller decides what to do.
+In two steps, so that one process can feed many: `pieces` divides a file into sequences of raw
+records without parsing them, which is cheap, and `documents` parses such a piece. Anything wrong
+with a record becomes a Problem with file and line; the caller decides what to do about it.
 """
 
 import gzip
@@ -15,17 +15,14 @@ from typing import IO, Any, NamedTuple
 
 from etils import epath
 
-from nanosam.data.preparation import parquet_pages, tfrecord
+from nanosam.data.preparation import tfrecord
 from nanosam.system.errors import UsageError, first_line
 
-MAX_DOCUMENT_BYTES = 64 << 20  # as it stands in the file
-MAX_PAGE_BYTES = 128 << 20  # of a Parquet file: held nearly three times while it is read
+MAX_DOCUMENT_BYTES = 64 << 20  # raw
 PIECE_BYTES = 1 << 20
-# A function of what the file holds, not of how it is buffered: pieces decide the shards.
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 18  # must not change the pieces, since these decide the shards
 _FRAME = struct.Struct("<I")
 _NULL = 0xFFFFFFFF
-_CRC = struct.Struct("<I")
 _TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES >> 20} MiB; split the document"
 
 _KINDS = {
@@ -51,7 +48,7 @@ class Piece(NamedTuple):
   path: str
   first: int  # number of its first record, from 1
   data: bytes
-  read: int  # bytes of the file read so far, as it is stored
+  read: int  # bytes of the (compressed) file read so far
 
 
 class Document(NamedTuple):
@@ -71,7 +68,7 @@ def kind_of(path: str) -> str:
 
 
 def pieces(path: str, text_field: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece | Problem]:
-  """Cuts a file into pieces of about `piece_bytes`; a Problem may end it early."""
+  """Divides a file into pieces of about `piece_bytes`; a Problem may end it early."""
   kind = kind_of(path)
   try:
     with epath.Path(path).open("rb") as stored:
@@ -82,9 +79,9 @@ def pieces(path: str, text_field: str, piece_bytes: int = PIECE_BYTES) -> Iterat
       if kind == "json":
         yield from _line_pieces(path, file, stored, piece_bytes)
       else:
-        cut = _whole_file if kind == "text" else _record_pieces
-        yield from cut(path, file, _Frames(path, stored, piece_bytes))
-  except OSError as e:  # opening; what goes wrong later is caught where the line is known
+        split = _whole_file if kind == "text" else _record_pieces
+        yield from split(path, file, _Frames(path, stored, piece_bytes))
+  except OSError as e:  # from opening it; later errors are caught where the line is known
     yield Problem(path, 0, f"cannot be read: {e.strerror or e}")
 
 
@@ -108,7 +105,7 @@ def _checked(path: str, number: int, text: str) -> Document | Problem:
     return Problem(path, number, "empty document")
   try:
     return Document(number, text, text.encode())
-  except UnicodeEncodeError as e:  # JSON can spell half of a surrogate pair
+  except UnicodeEncodeError as e:  # JSON can contain half of a surrogate pair
     return Problem(path, number, f"not valid Unicode: {e.reason}")
 
 
@@ -116,8 +113,8 @@ def _checked(path: str, number: int, text: str) -> Document | Problem:
 
 
 def _blocks(file: IO[bytes]) -> Iterator[bytes | _Bad]:
-  """The file's bytes; damage at the end comes after everything that could be read."""
-  read = getattr(file, "read1", file.read)  # read() would lose what precedes the damage
+  """The bytes of a file; an error comes after everything that could be read."""
+  read = getattr(file, "read1", file.read)  # read() would lose what precedes an error
   while True:
     try:
       block = read(_READ_BYTES)
@@ -133,20 +130,20 @@ def _line_pieces(
   path: str, file: IO[bytes], stored: IO[bytes], piece_bytes: int
 ) -> Iterator[Piece | Problem]:
   """A piece ends with the line that brings it to `piece_bytes`."""
-  first, held, skipping = 1, bytearray(), False
+  first, buffer, skipping = 1, bytearray(), False
 
-  def cut(end: int) -> Iterator[Piece]:
+  def take(end: int) -> Iterator[Piece]:
     nonlocal first
     if end:
-      with memoryview(held) as view:
+      with memoryview(buffer) as view:
         data = bytes(view[:end])
-      del held[:end]
+      del buffer[:end]
       yield Piece(path, first, data, stored.tell())
       first += data.count(b"\n")
 
   for block in _blocks(file):
     if isinstance(block, _Bad):
-      yield from cut(held.rfind(b"\n") + 1)  # The last line may be cut off: it is lost.
+      yield from take(buffer.rfind(b"\n") + 1)  # The last line may be incomplete.
       yield Problem(path, first, block.reason)
       return
     if skipping:
@@ -154,17 +151,17 @@ def _line_pieces(
       if not end:
         continue
       block, skipping, first = block[end:], False, first + 1
-    searched = len(held)
-    held += block
-    while (end := held.find(b"\n", max(piece_bytes - 1, searched)) + 1) > 0:
-      yield from cut(end)
+    searched = len(buffer)
+    buffer += block
+    while (end := buffer.find(b"\n", max(piece_bytes - 1, searched)) + 1) > 0:
+      yield from take(end)
       searched = 0
-    if len(held) > MAX_DOCUMENT_BYTES + piece_bytes:  # a line without end
-      yield from cut(held.rfind(b"\n") + 1)
+    if len(buffer) > MAX_DOCUMENT_BYTES + piece_bytes:  # an endless line
+      yield from take(buffer.rfind(b"\n") + 1)
       yield Problem(path, first, _TOO_LONG)
       skipping = True
-      held.clear()
-  yield from cut(len(held))
+      buffer.clear()
+  yield from take(len(buffer))
 
 
 def _json_texts(piece: Piece, text_field: str) -> Iterator[tuple[int, str | _Bad]]:
@@ -185,34 +182,35 @@ def _json_text(line: bytes, text_field: str) -> str | _Bad:
   except (ValueError, RecursionError) as e:
     return _Bad(f"invalid JSON: {e}")
   if not isinstance(record, dict):
-    return _Bad("not a JSON object; write one object a line")
-  return _text_of(record.get(text_field), text_field, record)
-
-
-def _text_of(value: Any, text_field: str, fields: Iterable[str]) -> str | _Bad:
+    return _Bad("not a JSON object; write one object per line")
+  value = record.get(text_field)
   if isinstance(value, str):
     return value
   if value is None:
-    return _Bad(f"no text in field {text_field!r}; it has {', '.join(fields) or 'none'}")
+    return _no_text(text_field, record)
   return _Bad(f"field {text_field!r} is not text but {type(value).__name__}")
+
+
+def _no_text(text_field: str, fields: Iterable[str]) -> _Bad:
+  return _Bad(f"no text in field {text_field!r}; it has {', '.join(fields) or 'none'}")
 
 
 # ---- Framed records: length and bytes ------------------------------------------------------------
 
 
 class _Frames:
-  """Collects records into pieces; each is stored behind its length."""
+  """Collects records into pieces; each record follows its length."""
 
   def __init__(self, path: str, stored: IO[bytes], piece_bytes: int):
     self._path, self._stored, self._piece_bytes = path, stored, piece_bytes
-    self._held = bytearray()
+    self._buffer = bytearray()
     self._first = 1
     self.number = 0  # of the last record
 
   def add(self, record: bytes | None) -> Iterator[Piece]:
     self.number += 1
-    self._held += _FRAME.pack(_NULL if record is None else len(record)) + (record or b"")
-    if len(self._held) >= self._piece_bytes:
+    self._buffer += _FRAME.pack(_NULL if record is None else len(record)) + (record or b"")
+    if len(self._buffer) >= self._piece_bytes:
       yield from self.flush()
 
   def skip(self) -> Iterator[Piece]:
@@ -222,9 +220,9 @@ class _Frames:
     self._first += 1
 
   def flush(self) -> Iterator[Piece]:
-    if self._held:
-      yield Piece(self._path, self._first, bytes(self._held), self._stored.tell())
-    self._held, self._first = bytearray(), self.number + 1
+    if self._buffer:
+      yield Piece(self._path, self._first, bytes(self._buffer), self._stored.tell())
+    self._buffer, self._first = bytearray(), self.number + 1
 
 
 def _unframed(piece: Piece) -> Iterator[tuple[int, bytes | None]]:
@@ -242,27 +240,29 @@ def _unframed(piece: Piece) -> Iterator[tuple[int, bytes | None]]:
 
 def _framed_texts(piece: Piece, text_field: str) -> Iterator[tuple[int, str | _Bad]]:
   for number, record in _unframed(piece):
-    if record is None:
-      yield number, _Bad(f"no text in field {text_field!r}")
-      continue
-    try:
-      yield number, record.decode()
-    except UnicodeDecodeError as e:
-      yield number, _Bad(f"invalid UTF-8 at byte {e.start} of the document")
+    null = _Bad(f"no text in field {text_field!r}")
+    yield number, null if record is None else _decoded(record)
+
+
+def _decoded(document: bytes) -> str | _Bad:
+  try:
+    return document.decode()
+  except UnicodeDecodeError as e:
+    return _Bad(f"invalid UTF-8 at byte {e.start} of the document")
 
 
 def _whole_file(path: str, file: IO[bytes], frames: _Frames) -> Iterator[Piece | Problem]:
   """A text file is one document."""
-  held = bytearray()
+  data = bytearray()
   for block in _blocks(file):
     if isinstance(block, _Bad):
       yield Problem(path, 1, block.reason)
       return
-    held += block
-    if len(held) > MAX_DOCUMENT_BYTES:
-      yield Problem(path, 1, f"{_TOO_LONG}, or write one JSON object a line")
+    data += block
+    if len(data) > MAX_DOCUMENT_BYTES:
+      yield Problem(path, 1, f"{_TOO_LONG}, or write one JSON object per line")
       return
-  yield from frames.add(bytes(held))
+  yield from frames.add(bytes(data))
   yield from frames.flush()
 
 
@@ -273,22 +273,14 @@ def _parquet_pieces(
   from pyarrow import parquet
 
   try:
-    # Without pre_buffer a row group is read page by page: some are larger than memory.
+    # Without pre_buffer a row group, which may exceed memory, is read page by page. A page is held
+    # three times; pyarrow writes 1024 rows to one, so a corpus of 400 kB books takes 1.2 GB.
     file = parquet.ParquetFile(stored, pre_buffer=False, buffer_size=PIECE_BYTES)
     columns = [file.schema.column(i).path for i in range(len(file.schema))]
     if text_field not in columns:
       yield Problem(path, 0, f"no column {text_field!r}; it has {', '.join(columns)}")
       return
-    index = columns.index(text_field)
-    if (size := _largest_page(file, stored, index)) > MAX_PAGE_BYTES:
-      yield Problem(
-        path,
-        0,
-        f"has a page of {size >> 20} MiB, more than the {MAX_PAGE_BYTES >> 20} MiB that fit in "
-        "memory; write it again with the usual data_page_size of 1 MiB",
-      )
-      return
-    for record in _parquet_values(file, text_field, index):
+    for record in _parquet_values(file, text_field, columns.index(text_field)):
       if record is not None and len(record) > MAX_DOCUMENT_BYTES:
         yield from frames.skip()
         yield Problem(path, frames.number, _TOO_LONG)
@@ -298,15 +290,6 @@ def _parquet_pieces(
   except (pyarrow.ArrowException, OSError) as e:
     yield from frames.flush()
     yield Problem(path, frames.number + 1, f"cannot be read as Parquet: {first_line(e)}")
-
-
-def _largest_page(file: Any, stored: IO[bytes], index: int) -> int:
-  """Only column chunks large enough to hold a page that is too large are looked into."""
-  groups = map(file.metadata.row_group, range(file.num_row_groups))
-  chunks = [
-    c for c in (g.column(index) for g in groups) if c.total_uncompressed_size > MAX_PAGE_BYTES
-  ]
-  return max((parquet_pages.largest_page(stored, chunk) for chunk in chunks), default=0)
 
 
 def _parquet_values(file: Any, text_field: str, index: int) -> Iterator[bytes | None]:
@@ -329,7 +312,7 @@ def _record_pieces(path: str, file: IO[bytes], frames: _Frames) -> Iterator[Piec
         yield from frames.skip()
         yield Problem(path, frames.number, _TOO_LONG)
       else:
-        yield from frames.add(data + _CRC.pack(crc))
+        yield from frames.add(data + crc)
     yield from frames.flush()
   except (tfrecord.DamagedRecord, OSError, EOFError, zlib.error) as e:
     yield from frames.flush()
@@ -337,11 +320,10 @@ def _record_pieces(path: str, file: IO[bytes], frames: _Frames) -> Iterator[Piec
 
 
 def _example_texts(piece: Piece, text_field: str) -> Iterator[tuple[int, str | _Bad]]:
-  records = [(number, record or b"") for number, record in _unframed(piece)]
-  data = [record[: -_CRC.size] for _, record in records]
-  sums = tfrecord.crc32c(data)
-  for (number, record), example, crc in zip(records, data, sums, strict=True):
-    if _CRC.unpack(record[-_CRC.size :])[0] != tfrecord.masked(crc):
+  for number, record in _unframed(piece):
+    assert record is not None
+    example, crc = record[: -tfrecord.CRC_BYTES], record[-tfrecord.CRC_BYTES :]
+    if tfrecord.masked_crc32c(example) != crc:
       yield number, _Bad("the record's checksum does not match")
     else:
       yield number, _example_text(example, text_field)
@@ -353,9 +335,4 @@ def _example_text(example: bytes, text_field: str) -> str | _Bad:
   except (ValueError, UnicodeDecodeError) as e:
     return _Bad(f"not a tf.Example: {e}")
   values = features.get(text_field)
-  if not values or len(values) != 1:
-    return _Bad(f"no text in field {text_field!r}; it has {', '.join(features) or 'none'}")
-  try:
-    return values[0].decode()
-  except UnicodeDecodeError as e:
-    return _Bad(f"invalid UTF-8 at byte {e.start} of the document")
+  return _decoded(values[0]) if values and len(values) == 1 else _no_text(text_field, features)

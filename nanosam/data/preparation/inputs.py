@@ -1,4 +1,4 @@
-"""Which files `prepare` reads, in which order, and how they are grouped into shards."""
+"""Which files `prepare` reads, in which order, and how they are grouped."""
 
 import argparse
 import dataclasses
@@ -12,12 +12,12 @@ from etils import epath
 from nanosam.data.preparation import formats
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UsageError
-from nanosam.system.remote import reaching
+from nanosam.system.remote import storage_errors
 
 FORMAT = 1
-_SHARDS = 256  # aimed at, within the limits below
+_SHARDS = 256  # the target, within the limits below
 _MIN_SHARD_BYTES, _MAX_SHARD_BYTES = 4 << 20, 256 << 20
-_COMPRESSION = 3  # of text, roughly
+_COMPRESSION = 3  # typical of text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +25,17 @@ class Input:
   path: str
   bytes: int
   modified: float
-  split: str | None  # None: decided document by document
+  split: str | None  # None: decided per document
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """All that decides the result; prepare.json keeps it from the beginning."""
+  """Everything that decides the result; stored in prepare.json from the start."""
 
   arguments: dict[str, Any]
   inputs: list[Input]
-  groups: list[list[int]]  # consecutive inputs of one split, cut into chunks as if one file
-  shard_bytes: int  # of raw input in a chunk
+  groups: list[list[int]]  # consecutive inputs of one split, divided into chunks as if one file
+  shard_bytes: int  # raw input in a chunk
 
   def paths(self, group: list[int]) -> list[str]:
     return [self.inputs[i].path for i in group]
@@ -45,12 +45,12 @@ class Plan:
 
 
 def make_plan(a: argparse.Namespace) -> Plan:
-  """The plan of prepare's arguments."""
+  """The plan for prepare's arguments."""
   validation = {p: "validation" for pattern in a.validation or () for p in expand(pattern)}
   rest = "train" if validation else None
   found = {p: rest for pattern in a.input for p in expand(pattern)} | validation
   if set(found) == set(validation):
-    raise UsageError("every input file is for validation; name files to train on with --input")
+    raise UsageError("every input file is for validation; name training files with --input")
   inputs = []
   for path, split in sorted(found.items()):
     formats.kind_of(path)
@@ -78,18 +78,18 @@ def expand(pattern: str) -> list[str]:
   if "://" in pattern:
     scheme, _, rest = pattern.partition("://")
     bucket, _, tail = rest.partition("/")
-    with reaching(pattern):
+    with storage_errors(pattern):
       found = [os.fspath(p) for p in epath.Path(f"{scheme}://{bucket}").glob(tail)]
   else:
     found = [os.path.abspath(p) for p in glob.glob(os.path.expanduser(pattern), recursive=True)]
     found = [p for p in found if os.path.isfile(p)]
   if not found:
-    raise UsageError(f"no file matches {pattern}; check the path, and quote a pattern")
+    raise UsageError(f"no file matches {pattern}; check the path, and quote patterns")
   return found
 
 
 def _grouped(inputs: list[Input], shard_bytes: int) -> list[list[int]]:
-  """Small files together, so that a shard has a decent size; large ones alone."""
+  """Small files share a group, so that no shard is tiny; a large file has its own."""
   groups: list[list[int]] = []
   size = 0
   for i, file in enumerate(inputs):
@@ -102,12 +102,12 @@ def _grouped(inputs: list[Input], shard_bytes: int) -> list[list[int]]:
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-  """What differs between two plans in JSON form, but for the state of the files."""
+  """The differences between two plans in JSON form, except for sizes and times of files."""
   if old.get("format") != FORMAT:
     return [f"format: {old.get('format')} -> {FORMAT}"]
   a, b = dict(old["arguments"]), new["arguments"]
   if b["on_error"] == "skip":
-    a["on_error"] = "skip"  # What was made under `fail` had nothing to skip.
+    a["on_error"] = "skip"  # chunks made under `fail` had nothing to skip
   found = [f"{key}: {a.get(key)} -> {b[key]}" for key in b if a.get(key) != b[key]]
   before, after = ({(i["path"], i["split"]) for i in plan["inputs"]} for plan in (old, new))
   for names, files in (("without", before - after), ("now with", after - before)):

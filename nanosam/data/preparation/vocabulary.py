@@ -1,14 +1,14 @@
-"""A vocabulary for a corpus, trained on a sample of bounded size that the corpus alone decides."""
+"""Trains a vocabulary on a sample of bounded size, which depends on the corpus alone."""
 
 import hashlib
 import heapq
 from collections.abc import Iterator, Sequence
 
 from nanosam.data.preparation import formats
-from nanosam.data.preparation.chunk import Problems, Rules
+from nanosam.data.preparation.worker import Problems, Rules
 from nanosam.data.tokenizer import Tokenizer, train_tokenizer
 
-_READ_PER_SAMPLED_BYTE = 32  # raw bytes looked at, at most
+_READ_PER_SAMPLED_BYTE = 32  # raw bytes, at most
 _MIN_READ_PER_FILE = 4 << 20
 _MAX_CHARS = 1 << 18  # of one document
 
@@ -20,28 +20,28 @@ def train(
 
 
 def sample(paths: Sequence[str], rules: Rules, sample_bytes: int) -> list[str]:
-  """Training documents of about `sample_bytes` together: those whose hashes are smallest.
+  """About `sample_bytes` of training documents: those with the smallest hashes.
 
-  Reads the beginnings of as many files as it takes, so that a corpus of any size costs the same.
+  Only the beginnings of files are read, so that the cost does not grow with the corpus.
   """
-  kept: list[tuple[int, str]] = []  # a heap, the largest hash first
+  heap: list[tuple[int, str]] = []  # the largest hash first
   size = 0
   for document in _beginnings(paths, rules, _READ_PER_SAMPLED_BYTE * sample_bytes):
     if rules.split_of(document) != "train":
       continue
     text = document.text[:_MAX_CHARS]
     key = int.from_bytes(hashlib.sha256(b"sample" + document.utf8).digest()[:8], "big")
-    heapq.heappush(kept, (-key, text))
+    heapq.heappush(heap, (-key, text))
     size += len(text.encode())
-    while size > sample_bytes and len(kept) > 1:
-      size -= len(heapq.heappop(kept)[1].encode())
-  return [text for _, text in sorted(kept, reverse=True)]
+    while size > sample_bytes and len(heap) > 1:
+      size -= len(heapq.heappop(heap)[1].encode())
+  return [text for _, text in sorted(heap, reverse=True)]
 
 
 def _beginnings(paths: Sequence[str], rules: Rules, read_bytes: int) -> Iterator[formats.Document]:
   problems = Problems(rules.on_error)
   per_file = max(_MIN_READ_PER_FILE, read_bytes // max(1, len(paths)))
-  # Some order that is not the files' own, which often means something.
+  # Shuffled, because the order of file names often means something.
   order = sorted(range(len(paths)), key=lambda i: hashlib.sha256(str(i).encode()).digest())
   for i in order:
     read = 0

@@ -1,12 +1,12 @@
-"""One chunk of the input turned into shards: the part of `prepare` that runs in many processes.
+"""Turns one chunk of the input into shards: the part of `prepare` that runs in worker processes.
 
-A chunk is a run of raw records on disk, and its directory becomes
+A chunk is a sequence of raw records on disk. Its directory holds
 
-    input                     the raw records, deleted at the end
+    input                     the raw records; deleted when the chunk is complete
     train-00000.tokens, .documents, .array_record      and the same for validation, if any
-    chunk.json                what is in it; written last, so without it there is no chunk
+    chunk.json                what is in it; written last, so it marks the chunk as complete
 
-Imports neither jax nor tensorflow_datasets: a worker starts in a fraction of a second.
+Imports neither jax nor tensorflow_datasets, so that a worker starts in a fraction of a second.
 """
 
 import contextlib
@@ -30,21 +30,21 @@ from nanosam.system.processes import exit_with_parent
 
 RECORD = "chunk.json"
 INPUT = "input"
-TEXT_FIELD = "text"  # of the data set written, whatever the input calls it
+TEXT_FIELD = "text"  # in the output, whatever the input calls it
 SHOWN_PROBLEMS = 5
 _BIG_PIECE_BYTES = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """What decides the result for given input files."""
+  """The arguments that decide what happens to a document."""
 
   text_field: str
-  validation_fraction: float  # of the documents of input files that are not for validation
+  validation_fraction: float  # of the documents in files that belong to no split
   on_error: str  # fail | skip
 
   def split_of(self, document: formats.Document) -> str:
-    """By what the document says, so that copies of it never stand on both sides."""
+    """By a hash of the text, so that copies of a document are always in the same split."""
     digest = hashlib.sha256(document.utf8).digest()
     is_validation = int.from_bytes(digest[:8], "big") < self.validation_fraction * 2**64
     return "validation" if is_validation else "train"
@@ -53,13 +53,13 @@ class Rules:
 @dataclasses.dataclass(frozen=True)
 class Chunk:
   directory: Path
-  split: str | None  # None: decided document by document
-  pieces: tuple[tuple[str, int, int], ...]  # path, number of the first record, bytes in the input
-  problems: tuple[formats.Problem, ...]  # met while cutting
+  split: str | None  # None: decided per document
+  pieces: tuple[tuple[str, int, int], ...]  # path, number of the first record, bytes
+  problems: tuple[formats.Problem, ...]  # found while the input was read
 
 
 class Problems:
-  """Counts what was left out, and keeps the first few; or raises at once."""
+  """Counts problems and remembers the first few, or raises at the first one."""
 
   def __init__(self, on_error: str):
     self._fail = on_error == "fail"
@@ -68,7 +68,7 @@ class Problems:
 
   def add(self, problem: formats.Problem) -> None:
     if self._fail:
-      raise UserError(f"{problem}; mend it, or leave such documents out with --on_error=skip")
+      raise UserError(f"{problem}; fix it, or skip such documents with --on_error=skip")
     self.count += 1
     if len(self.first) < SHOWN_PROBLEMS:
       self.first.append(str(problem))
@@ -91,13 +91,13 @@ def _tokenizer(path: str) -> Tokenizer:
 
 
 def process(chunk: Chunk, rules: Rules, tokenizer_path: str) -> dict[str, Any]:
-  """Writes the chunk's shards and chunk.json, and returns what the latter says."""
+  """Writes the chunk's shards and chunk.json, and returns the contents of the latter."""
   try:
     return _process(chunk, rules, _tokenizer(tokenizer_path))
   except OSError as e:
     raise UserError(
-      f"cannot write to {chunk.directory}: {e.strerror or e}; free some space or mend what it says,"
-      " then run the same command to go on"
+      f"cannot write to {chunk.directory}: {e.strerror or e}; free some space or fix the cause, "
+      "then run the same command to resume"
     ) from e
 
 
@@ -119,11 +119,11 @@ def _process(chunk: Chunk, rules: Rules, tokenizer: Tokenizer) -> dict[str, Any]
 
   with open(chunk.directory / INPUT, "rb") as f:
     for path, first, size in chunk.pieces:
-      # A document takes several times its size, so big ones must not meet in memory.
+      # A document takes several times its size in memory: one big one at a time, in all workers.
       with _one_at_a_time if size >= _BIG_PIECE_BYTES else contextlib.nullcontext():
         add(formats.Piece(path, first, f.read(size), 0))
   record = {
-    "splits": {split: writer.finish() for split, writer in sorted(writers.items())},
+    "splits": {split: writer.commit() for split, writer in sorted(writers.items())},
     "skipped": problems.count,
     "first_skipped": problems.first,
   }
@@ -133,14 +133,14 @@ def _process(chunk: Chunk, rules: Rules, tokenizer: Tokenizer) -> dict[str, Any]
 
 
 class _SplitWriter:
-  """The documents of one split, as tokens and as text."""
+  """Writes the documents of one split, as tokens and as text."""
 
   def __init__(self, directory: Path, split: str, tokenizer: Tokenizer):
     self._tokenizer = tokenizer
     self._tokens: ShardWriter = StoreWriter(directory, tokenizer).shard(split, 0)
     self._path = directory / f"{split}-00000.array_record"
-    # One record a group: any document can be read without its neighbours. Higher levels of zstd
-    # save 5 % of the space for twice the time.
+    # Groups of one record, so that each document can be read on its own. Higher levels of zstd
+    # save 5 % of the space but take twice the time.
     self._texts = ArrayRecordWriter(os.fspath(self._path), "group_size:1,zstd:1")
 
   def add(self, document: formats.Document) -> None:
@@ -148,17 +148,17 @@ class _SplitWriter:
     with _as_os_error():
       self._texts.write(tfrecord.text_example(TEXT_FIELD, document.utf8))
 
-  def finish(self) -> dict[str, Any]:
+  def commit(self) -> dict[str, Any]:
     with _as_os_error():
       self._texts.close()
     with open(self._path, "rb") as f:
       sha256 = hashlib.file_digest(f, "sha256").hexdigest()
-    return {"tokens": dataclasses.asdict(self._tokens.finish()), "text_sha256": sha256}
+    return {"tokens": dataclasses.asdict(self._tokens.commit()), "text_sha256": sha256}
 
 
 @contextlib.contextmanager
 def _as_os_error() -> Iterator[None]:
   try:
     yield
-  except RuntimeError as e:  # what ArrayRecord raises on a full disk
+  except RuntimeError as e:  # raised by ArrayRecord when the disk is full
     raise OSError(str(e)) from e
