@@ -6,9 +6,9 @@ Each process finds NANOSAM_COORDINATOR, NANOSAM_NUM_PROCESSES and NANOSAM_PROCES
 environment, and its share of CUDA_VISIBLE_DEVICES if that is set. Its lines are printed with its
 number in front.
 
-ctrl-C (or SIGTERM, or a terminal that closes) is passed on to all: they save and stop. When one
-dies the others are ended. When they stop after saving though nobody asked us (exit 75: a machine
-that is about to go), they are started again. The exit code is that of the first to fail.
+ctrl-C (or SIGTERM, or closing the terminal) is passed on to all: they save and stop. When one dies,
+the others are ended. When they save and stop without having been asked (exit 75: a machine about to
+be taken away), they are started again. The exit code is that of the first to fail.
 """
 
 import os
@@ -18,17 +18,17 @@ import subprocess
 import sys
 import threading
 import time
-from typing import IO, Any
+from typing import IO
 
-from nanosam.study.backends import STOPPING, share_of_devices
+from nanosam.study.backends import SignalRelay, share_of_devices
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import Interrupted, UsageError
 
-GRACE_SECONDS = 30.0  # between the first failure and the end of those who do not follow
+GRACE_SECONDS = 30.0  # from the first failure until those that still run are killed
 
 
-class Group:
+class Processes:
   """The processes of one attempt."""
 
   def __init__(self, command: list[str], size: int):
@@ -58,7 +58,7 @@ class Group:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # a terminal's ctrl-C reaches it through us alone, and once
+        start_new_session=True,  # a terminal's ctrl-C reaches it only through us, once
       )
     except OSError as e:
       raise UsageError(f"cannot run {command[0]}: {e.strerror or e}") from e
@@ -72,7 +72,7 @@ class Group:
     """The exit code of one that failed; 0 if none has."""
     codes = [process.poll() for process in self._processes]
     bad = [code if code > 0 else 128 - code for code in codes if code]
-    # What broke first shows in the others as a stop or a kill.
+    # The others were stopped or killed because of the first: report its code.
     return min(bad, key=lambda code: (code == Interrupted.exit_code, code > 128), default=0)
 
   def running(self) -> bool:
@@ -92,22 +92,21 @@ def _copy(lines: IO[str] | None, prefix: str) -> None:
     sys.stdout.flush()
 
 
-def attempt(command: list[str], size: int, heard: list[signal.Signals]) -> int:
+def attempt(command: list[str], size: int, stop: SignalRelay) -> int:
   """Runs all processes to their end; their exit code."""
-  group, passed, deadline = Group(command, size), 0, None
+  processes, deadline = Processes(command, size), None
   try:
-    while group.running() and (deadline is None or time.monotonic() < deadline):
-      for number in heard[passed:]:
-        passed += 1
-        group.send(STOPPING[number])
-      if deadline is None and (code := group.failure()):
+    while processes.running() and (deadline is None or time.monotonic() < deadline):
+      for number in stop.pending():
+        processes.send(number)
+      if deadline is None and (code := processes.failure()):
         deadline = time.monotonic() + GRACE_SECONDS
         if code != Interrupted.exit_code:  # those stop together, and may still be saving
-          group.send(signal.SIGTERM)
+          processes.send(signal.SIGTERM)
       time.sleep(0.05)
-    return group.failure()
+    return processes.failure()
   finally:
-    group.close()
+    processes.close()
 
 
 def main(argv: list[str]) -> None:
@@ -117,17 +116,10 @@ def main(argv: list[str]) -> None:
   split = words.index("--") if "--" in words else len(words)
   args, command = p.parse_args(words[:split]), words[split + 1 :]
   if not command or args.processes < 1:
-    raise UsageError("say --processes=N, at least 1, and after -- the command to run")
-  heard: list[signal.Signals] = []
-
-  def note(number: int, _: Any) -> None:
-    heard.append(signal.Signals(number))  # and no more: a process may be just about to start
-
-  for number in STOPPING:
-    if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-      signal.signal(number, note)
-  while (code := attempt(command, args.processes, heard)) == Interrupted.exit_code and not heard:
-    print("stopped after saving; starting again", flush=True)
+    raise UsageError("give --processes=N, at least 1, and the command to run after --")
+  with SignalRelay() as stop:
+    while (code := attempt(command, args.processes, stop)) == Interrupted.exit_code and not stop:
+      print("stopped after saving; starting again", flush=True)
   sys.exit(code)
 
 

@@ -2,29 +2,29 @@
 
 python launch/sweep.py --sweep=FILE.py[:arg] --out=DIR [--backend=local] [--jobs=1] [--dry_run]
 
-FILE.py is described in nanosam/sweep.py. Each run has its workdir OUT/ID, where ID is a readable
-name with a hash of all settings that matter: the same run has the same place in every sweep. Its
-output goes to OUT/ID/train.log.
+FILE.py is a Python file like launch/sweeps/example.py (see nanosam/study/sweeps.py). Each run has
+the workdir OUT/ID, where ID is a readable name with a hash of all settings that matter: the same
+run has the same place in every sweep. Its output goes to OUT/ID/train.log.
 
---backend=local  trains here. One run at a time has all devices; `--jobs=4` trains four at a time,
-                 and with CUDA_VISIBLE_DEVICES=0,1,2,3 gives each its share of them.
---backend=slurm  submits each run as a job of launch/slurm.sbatch, whose head says what it gets, and
-                 ends; the same command later shows what became of them.
---backend=tpu    trains each run on a slice of its own by launch/tpu_pod.sh, `--jobs` at a time.
+--backend=local  trains here. By default one run at a time uses all devices; `--jobs=4` trains four
+                 at a time and, with CUDA_VISIBLE_DEVICES=0,1,2,3, gives each its share of them.
+--backend=slurm  submits each run as a job of launch/slurm.sbatch, whose header sets its resources,
+                 and exits; the same command later shows what became of them.
+--backend=tpu    trains each run on a slice of its own with launch/tpu_pod.sh, `--jobs` at a time.
                  Workdirs are NANOSAM_REMOTE/ID (gs://...); records are copied to OUT/ID.
 
-ctrl-C (or SIGTERM, or a terminal that closes) is passed on: the runs save and stop, and the same
-command goes on from there. Under nohup a closed terminal changes nothing. A run that stops after
-saving though nobody asked us (exit 75) is started again.
+ctrl-C (or SIGTERM, or closing the terminal) is passed on: the runs save and stop, and the same
+command resumes them. Under nohup, closing the terminal changes nothing. A run that saves and stops
+without having been asked (exit 75) is started again.
 Exit 0: all finished, or submitted. 75: interrupted. 1: some run failed or diverged; the others were
-still made.
+still trained.
 """
 
 import pathlib
 import shlex
 
-from nanosam.study import sweep
-from nanosam.study.backends import add_backend_arguments, check_outcomes, execute, print_plan, table
+from nanosam.study import sweeps
+from nanosam.study.backends import add_backend_arguments, check_outcomes, execute, state, table
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import UsageError
@@ -39,15 +39,17 @@ def main(argv: list[str]) -> None:
   args = p.parse_args(argv[1:])
   if args.jobs < 1:
     raise UsageError(f"--jobs={args.jobs} must be at least 1")
-  planned = sweep.plan(sweep.load(args.sweep), args.out)
-  if not planned:
+  jobs = sweeps.make_jobs(sweeps.load(args.sweep), args.out)
+  if not jobs:
     raise UsageError(f"{args.sweep} has no runs")
   if args.dry_run:
-    return print_plan(planned)
+    for job in jobs:
+      print(f"# {job.id}  {job.tokens:.3g} tokens  {state(job)}\n{shlex.join(job.command)}")
+    return print(f"# {len(jobs)} runs, {sum(job.tokens for job in jobs):.3g} tokens")
   with disk_errors(args.out):
     args.out.mkdir(parents=True, exist_ok=True)
-  outcomes = execute(planned, args.backend, args.jobs, say=lambda line: print(line, flush=True))
-  print(table(planned, outcomes), flush=True)
+  outcomes = execute(jobs, args.backend, args.jobs, say=lambda line: print(line, flush=True))
+  print(table(jobs, outcomes), flush=True)
   check_outcomes(outcomes, shlex.join(["python", *argv]))
 
 

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# A run on a TPU slice: makes the slice, installs, trains on all its workers, and cleans up.
+# Trains on a TPU slice: creates the slice, installs, trains on all its workers, and cleans up.
 #
 # usage: bash launch/tpu_pod.sh run NAME --config=configs/FILE.py --config.workdir=gs://BUCKET/RUN ...
 #        bash launch/tpu_pod.sh logs|stop|status|delete NAME
 #
-#   run      makes the slice or takes the one there is, starts the run or joins the one under way,
-#            and follows its log. After a preemption it makes a new slice and goes on from the last
-#            checkpoint, as it does when the run stops after saving (exit 75). ctrl-C: the run
-#            saves and stops. When the run has ended, one way or another, the slice is deleted.
-#   logs     follows the log; ctrl-C leaves the run alone
+#   run      creates the slice unless it exists, starts the run unless it is running, and follows
+#            its log. After a preemption it creates a new slice and resumes from the last checkpoint;
+#            a run that stopped after saving (exit 75) is restarted. ctrl-C: the run saves and stops.
+#            When the run has ended, whatever the outcome, the slice is deleted.
+#   logs     follows the log; ctrl-C does not stop the run
 #   stop     asks the run to save and stop
 #
 # In the environment:
 #   ZONE=us-west4-a  ACCELERATOR=v5litepod-8  RUNTIME=v2-alpha-tpuv5-lite  PROJECT (gcloud's own)
-#   SPOT=1  cheap chips that may be taken away;  KEEP=1  leave the slice when the run has ended
+#   SPOT=1  cheap chips that may be preempted;  KEEP=1  keep the slice when the run has ended
 # shellcheck disable=SC2016  # $ in single quotes is for the workers to expand
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -28,7 +28,7 @@ tpus() { gcloud compute tpus "$@" --zone="$zone" ${PROJECT:+--project="$PROJECT"
 
 state() { tpus queued-resources describe "$name" --format='value(state.state)' 2>/dev/null || echo ABSENT; }
 
-# on WORKER TEXT: runs a shell command on one worker, or on all
+# on WORKER COMMAND: runs a shell command on one worker, or on all
 on() { tpus tpu-vm ssh "$name" --worker="$1" --command="$2"; }
 
 delete_slice() { tpus queued-resources delete "$name" --force --quiet; }
@@ -43,10 +43,10 @@ wait_for_slice() {
         say "asking for ${ACCELERATOR:-v5litepod-8} in $zone as $name"
         tpus queued-resources create "$name" --node-id="$name" ${SPOT:+--spot} \
           --accelerator-type="${ACCELERATOR:-v5litepod-8}" \
-          --runtime-version="${RUNTIME:-v2-alpha-tpuv5-lite}" || die "$name cannot be made"
+          --runtime-version="${RUNTIME:-v2-alpha-tpuv5-lite}" || die "$name could not be created"
         ;;
       SUSPENDED)
-        say "$name was taken away"
+        say "$name was preempted"
         delete_slice
         ;;
       FAILED) die "the request failed; see: gcloud compute tpus queued-resources describe $name" ;;
@@ -58,7 +58,7 @@ wait_for_slice() {
   done
 }
 
-pause() { sleep "$poll" & wait $! || true; }  # which a signal may cut short, unlike sleep alone
+pause() { sleep "$poll" & wait $! || true; }  # a signal ends the wait, but not a plain sleep
 
 install() {
   local archive
@@ -72,8 +72,8 @@ install() {
     PYTHON=python3.11 && . scripts/install.sh tpu,gcs'
 }
 
-# Starts the run on every worker where it is not under way. It outlives the connection, and leaves
-# its exit code in a file.
+# Starts the run on every worker where it is not running. It outlives the connection, and writes its
+# exit code to a file.
 start() {
   local words
   words=$(printf ' %q' "$@")
@@ -88,7 +88,7 @@ start() {
 
 follow() { on 0 'cd nanosam && tail -n 100 -F --pid=$(cat run.pid) run.log 2>/dev/null'; }
 
-# The largest exit code of the workers; nothing if one cannot be asked.
+# The largest exit code of the workers; nothing if one cannot be reached.
 exit_code() {
   local codes
   codes=$(on all 'until ! kill -0 $(cat nanosam/run.pid) 2>/dev/null; do sleep 1; done
@@ -98,14 +98,14 @@ exit_code() {
 stop() { on all 'kill -TERM -- -$(cat nanosam/run.pid)'; }
 
 finish() {
-  [ -n "${KEEP:-}" ] || delete_slice || say "$name could not be deleted; it may go on costing"
+  [ -n "${KEEP:-}" ] || delete_slice || say "$name could not be deleted and may still cost money"
   exit "$1"
 }
 
 run() {
   local code follower
   [[ " $* " == *" --config.workdir="*://* ]] ||
-    die "the slice's disks go with it: say --config.workdir=gs://BUCKET/RUN"
+    die "the slice's disks are deleted with it: set --config.workdir=gs://BUCKET/RUN"
   trap 'stopping=1; say "stopping, after saving"; stop || true' INT TERM HUP
   while true; do
     wait_for_slice
@@ -118,7 +118,7 @@ run() {
     if [ -n "$stopping" ]; then
       finish "${code:-75}"
     elif [ -z "$code" ]; then
-      say "$name does not answer"
+      say "$name does not respond"
       pause
     elif [ "$code" -eq 75 ]; then
       say "stopped after saving; starting again"
@@ -130,7 +130,7 @@ run() {
 
 command=${1:-}
 name=${2:-}
-[ -n "$name" ] || die "say what to do: bash launch/tpu_pod.sh run|logs|stop|status|delete NAME ..."
+[ -n "$name" ] || die "usage: bash launch/tpu_pod.sh run|logs|stop|status|delete NAME ..."
 shift 2
 case $command in
   run) run "$@" ;;

@@ -5,19 +5,16 @@ changes a result has a default anywhere else, and no key can be added by acciden
 """
 
 import ast
-import difflib
-import importlib.util
 import json
 import math
-import os
 import re
-import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ml_collections
 
-from nanosam.system.errors import UsageError
+from nanosam.system import python_file
+from nanosam.system.errors import UsageError, nearest
 
 # name: layers, heads, width. Named by non-embedding parameters as in arXiv 2502.02407; `mini` is
 # ours and trains in minutes on two CPU cores.
@@ -36,124 +33,168 @@ SIZES: dict[str, tuple[int, int, int]] = {
 def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDict:
   """The reference's settings (Nanodo's where the paper is silent)."""
   c = ml_collections.ConfigDict()
-  c.workdir = ""  # where everything of the run goes; the same command again resumes it
-  c.seed = 42  # initial parameters
-  c.data_seed = 0  # order of the data; the same data_seed and step give the same batch anywhere
-  c.batch_size = 256  # sequences a step, over all devices and microbatches
-  c.grad_accumulation_steps = 1  # microbatches a step: memory, not mathematics
+  c.workdir = ""  # everything a run writes; the same command again resumes it
+  c.seed = 42  # of the initial parameters
+  c.data_seed = 0  # of the data's order; with the step it determines a batch, on any machine
+  c.batch_size = 256  # sequences per step, over all devices and microbatches
+  c.grad_accumulation_steps = 1  # microbatches per step: saves memory, changes nothing else
 
-  N, H, D = lookup("size", size, SIZES)
-  c.model = m = ml_collections.ConfigDict()
-  m.D = D  # width
-  m.H = H  # heads
+  c.model = _model(size)
+  c.head = _head()
+  c.opt = _opt(method, c.model)
+  c.guard = _guard()
+  c.data = _data()
+
+  c.mesh = ml_collections.ConfigDict()
+  c.mesh.data = 1  # copies of the model; -1 = all remaining devices
+  c.mesh.fsdp = -1  # devices that share one copy
+
+  c.diagnostics = ml_collections.ConfigDict()
+  c.diagnostics.every = 0  # steps between measurements of tau (nanosam/curvature/); 0 = off
+  c.diagnostics.batch_size = c.get_ref("batch_size") * 1  # sequences from the validation split
+
+  # A run on several machines. TPU pods, Slurm and launch/local.py set these.
+  c.cluster = ml_collections.ConfigDict()
+  c.cluster.coordinator = ""  # HOST:PORT of process 0; "" = detect, or a single process
+  c.cluster.num_processes = 0  # 0 = detect; 1 = only this one
+  c.cluster.process_id = -1  # -1 = detect
+  c.cluster.timeout = 300  # seconds to wait for all processes at the start
+
+  c.eval_every_steps = 500
+  c.eval_steps = 32  # eval_steps x eval_batch_size sequences: a fixed set
+  c.eval_batch_size = 64
+  c.log_every_steps = 10
+
+  c.checkpoint = True
+  c.checkpoint_every_steps = 1000
+  c.max_to_keep = 2  # newest checkpoints; the best by eval loss is kept in addition
+  c.allow_changed_keys = False  # resume even if keys that change the result differ
+
+  c.profile_steps = ""  # "10-15" = trace these steps for TensorBoard or Perfetto
+  c.tensorboard = True
+  c.wandb = _wandb(c.opt)
+  c.deterministic = False  # reproducible GPU kernels; CPUs and TPUs need nothing
+  return c.lock()
+
+
+def _model(size: str) -> ml_collections.ConfigDict:
+  m = ml_collections.ConfigDict()
+  m.N, m.H, m.D = lookup("size", size, SIZES)  # layers, heads, width
   m.L = 512  # context length
-  m.N = N  # layers
   m.F = m.get_ref("D") * 4  # inner width of the MLP
   m.activation = "gelu"  # gelu | relu
-  m.tied = True  # the unembedding is the embedding
-  m.dtype = "bfloat16"  # compute type; parameters, softmax and residual stream stay fp32
+  m.tied = True  # the embedding is also the unembedding
+  m.dtype = "bfloat16"  # of matrix products; parameters, softmax and residual stream stay fp32
   m.remat = False  # recompute each layer in the backward pass
-  m.scan_layers = False  # one compiled layer instead of N
+  m.scan_layers = False  # compile one layer instead of N
   m.attention = "plain"  # plain | xla | cudnn
+  return m
 
-  c.head = ml_collections.ConfigDict()
-  c.head.chunk = 32  # sequence positions whose logits exist at one time; 0 = all (dense)
-  c.head.residual = "auto"  # store | recompute | auto (store if small), for the functional methods
 
-  c.opt = o = ml_collections.ConfigDict()
-  o.method = method
+def _head() -> ml_collections.ConfigDict:
+  h = ml_collections.ConfigDict()
+  h.chunk = 32  # sequence positions whose logits exist at a time; 0 = all (dense)
+  h.residual = "auto"  # store | recompute | auto (store if small), for the functional methods
+  return h
+
+
+def _opt(method: str, model: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+  o = ml_collections.ConfigDict()
+  o.method = method  # a row of METHODS in nanosam/optim/methods.py
   o.base = "adamw"  # adamw | sgd | lion | adafactor | muon
+  # Learning rate and weight decay.
   o.num_train_steps = 10_000
   o.peak_learning_rate = 1e-3
   o.init_learning_rate = o.get_ref("peak_learning_rate") * 0.1
   o.final_learning_rate = o.get_ref("peak_learning_rate") * 0.1
   o.warmup_steps = 1000
   o.decay_type = "cosine"  # cosine | linear | rsqrt | constant | wsd
-  o.wsd_decay_fraction = 0.2  # of all steps, for decay_type=wsd
+  o.wsd_decay_fraction = 0.2  # wsd: the share of all steps that decay
   o.weight_decay = 0.1  # decoupled, times the learning rate
   o.weight_decay_params = ".*"  # regex of parameter paths; "kernel|embed" leaves out the norms
+  # The base optimizer.
   o.b1 = 0.9  # first moment (adamw, lion, muon's Adam part), momentum (sgd)
   o.b2 = 0.98  # second moment (adamw, muon's Adam part), lion's slow average
   o.eps = 1e-9  # in Adam's denominator
-  o.muon_beta = 0.95
-  o.muon_rms = 0.2  # of its updates: like AdamW's, so that they can share a learning rate
-  o.adafactor_decay = 0.8
-  o.adafactor_clip = 1.0  # RMS of a parameter's update, at most
-  o.clip_by_global_norm = 0.0  # 0 = off
-
-  o.rho = 0.05  # radius of the perturbation (adamw has none)
+  o.clip_by_global_norm = 0.0  # of the final gradient; 0 = off
+  # The perturbation.
+  o.rho = 0.05  # its radius (adamw has none)
   o.rho_schedule = "constant"  # constant | warmup | lr (proportional to it) | piecewise
-  o.rho_warmup_steps = o.get_ref("warmup_steps") * 1  # for rho_schedule=warmup
-  o.rho_pieces = "0.8:1"  # for piecewise: fraction of training:factor,...; 0 before the first
+  o.rho_warmup_steps = o.get_ref("warmup_steps") * 1  # warmup: steps from 0 to rho
+  o.rho_pieces = "0.8:1"  # piecewise: fraction of training:factor,...; 0 before the first
   o.phi = math.pi / 4  # angle_sam: 0 = functional path, pi/2 = logit path
-  o.angle_form = "exact"  # exact | short (one backward pass less, equal to second order in rho)
-  o.precond_variant = "post"  # see optim/direction.py; `paper` is its Eq. 12 to the letter
+  o.angle_form = "exact"  # exact | short (one backward pass fewer, equal to second order in rho)
+  o.precond_variant = "post"  # post (rho is the length of eps) | paper (Eq. 12 to the letter)
   o.precond_power = 1.0  # of Adam's denominator
-  o.asam_eta = 0.01
-  o.momentum_sign = 1.0  # 1: the ascent side; -1: as published for Momentum-SAM
-  o.perturb_params = ".*"  # regex of parameter paths that the perturbation covers
-  o.perturb_group = 0  # m-SAM: one perturbation per group of so many sequences; 0 = one for all
-  o.perturbed_dtype = m.get_ref("dtype") + ""  # compute type of the second pass
-  o.log_gradient_cosine = False  # of the method's gradient and the plain one, which it keeps alive
+  o.asam_eta = 0.01  # asam: added to the size of each weight
+  o.momentum_sign = 1.0  # momentum_*: 1 = towards higher loss; -1 = as published for Momentum-SAM
+  o.perturb_params = ".*"  # regex of the parameter paths that are perturbed
+  o.perturb_group = 0  # m-SAM: one perturbation per group of this many sequences; 0 = one for all
+  o.perturbed_dtype = model.get_ref("dtype") + ""  # of matrix products in the second pass
+  return o
 
-  c.guard = g = ml_collections.ConfigDict()
-  g.policy = "abort"  # a loss or gradient that is not finite: abort | skip (biases comparisons)
-  g.perturbed = "abort"  # the same in the second pass alone: abort | skip | plain (use g)
-  g.max_skips = 10  # abort after so many
-  g.spike = 6.0  # warn when the loss rises by so many standard deviations; 0 = never
 
-  c.data = d = ml_collections.ConfigDict()
+def _guard() -> ml_collections.ConfigDict:
+  """Against losses and gradients that are not finite."""
+  g = ml_collections.ConfigDict()
+  g.policy = "abort"  # abort | skip (biases comparisons)
+  g.perturbed = "abort"  # if only the second pass is bad: abort | skip | plain (use its gradient)
+  g.max_skips = 10  # abort after this many
+  g.spike = 6.0  # warn if the loss rises by this many standard deviations; 0 = never
+  return g
+
+
+def _data() -> ml_collections.ConfigDict:
+  d = ml_collections.ConfigDict()
   d.source = "embedded"  # embedded | tokens:DIR (prepared) | tfds:NAME or tfds:DIR (on the fly)
-  d.vocab_size = 4096  # of the tokenizer trained for the embedded corpus
-  d.data_dir = ""  # where tfds:NAME lies
+  d.vocab_size = 4096  # of the tokenizer trained on the embedded corpus
+  d.data_dir = ""  # where tfds:NAME is stored
   d.tokenizer = ""  # SentencePiece model for tfds:...; "" = the one beside the data
   d.text_field = "text"  # of tfds:... records
   d.repeat = False  # start another epoch when the data ends, instead of failing
   d.mask_documents = False  # neither attend nor predict across document borders
   d.workers = 0  # processes that read ahead; 0 = threads in this one
-  d.prefetch = 4  # batches read ahead
-  d.cache_dir = ""  # embedded corpus and copies of remote data; "" = ~/.cache/nanosam
+  d.prefetch = 4  # batches to read ahead
+  d.cache_dir = ""  # for the embedded corpus and copies of remote data; "" = ~/.cache/nanosam
+  return d
 
-  c.mesh = ml_collections.ConfigDict()
-  c.mesh.data = 1  # copies of the model; -1 = the rest of the devices
-  c.mesh.fsdp = -1  # devices that share one copy
 
-  c.diagnostics = ml_collections.ConfigDict()
-  c.diagnostics.every = 0  # steps between measurements of tau (see curvature.py); 0 = off
-  c.diagnostics.batch_size = c.get_ref("batch_size") * 1  # sequences of the validation split
-
-  # Processes of a run on several machines; TPU pods, Slurm and launch/local.py set these.
-  c.cluster = ml_collections.ConfigDict()
-  c.cluster.coordinator = ""  # HOST:PORT of process 0; "" = detect, or one process
-  c.cluster.num_processes = 0  # 0 = detect; 1 = only this one
-  c.cluster.process_id = -1  # of this one; -1 = detect
-  c.cluster.timeout = 300  # seconds to wait for all processes at the start
-
-  c.eval_every_steps = 500
-  c.eval_steps = 32  # eval_steps x eval_batch_size sequences: a fixed set, whatever the batch size
-  c.eval_batch_size = 64
-  c.log_every_steps = 10
-
-  c.checkpoint = True
-  c.checkpoint_every_steps = 1000
-  c.max_to_keep = 2  # newest ones; the best by eval loss is kept besides
-  c.allow_changed_keys = False  # resume although keys that change the result differ
-
-  c.profile_steps = ""  # "10-15": a trace of these steps for TensorBoard or Perfetto
-  c.tensorboard = True
-  c.wandb = w = ml_collections.ConfigDict()
-  w.mode = "auto"  # auto (online where there is an account) | online | offline | disabled
+def _wandb(opt: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+  w = ml_collections.ConfigDict()
+  w.mode = "auto"  # auto (online if there is an account) | online | offline | disabled
   w.project = "nanosam"
   w.entity = ""
   w.name = ""  # "" = the workdir's name
-  w.group = o.get_ref("method") + ""
-  w.job_type = "train"
+  w.group = opt.get_ref("method") + ""
   w.tags = ""  # comma-separated
+  return w
 
-  c.deterministic = False  # reproducible GPU kernels; CPUs and TPUs need nothing
-  c.compilation_cache = ""  # "" = ~/.cache/nanosam/xla, "off" = none
-  c.lock()
-  return c
+
+# Keys that earlier versions had, with their defaults. Workdirs that carry them still open.
+REMOVED = {
+  "opt.muon_beta": 0.95,
+  "opt.muon_rms": 0.2,
+  "opt.adafactor_decay": 0.8,
+  "opt.adafactor_clip": 1.0,
+  "opt.log_gradient_cosine": False,
+  "compilation_cache": "",
+  "wandb.job_type": "train",
+}
+
+
+def current(stored: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """A stored config without the keys that have been removed since.
+
+  A removed key that was not at its default, and changed the result, stays: it tells runs apart.
+  """
+  kept: dict[str, Any] = {}
+  for name, value in stored.items():
+    key = prefix + name
+    if isinstance(value, Mapping):
+      kept[name] = current(value, f"{key}.")
+    elif key not in REMOVED or (value != REMOVED[key] and not FREE_KEYS.fullmatch(key)):
+      kept[name] = value
+  return kept
 
 
 PAPER_VOCABULARY = 32_101  # pieces of the reference's cc_all.32000.100extra
@@ -186,12 +227,6 @@ FREE_KEYS = re.compile(
   r"deterministic|profile_steps|tensorboard|wandb\..*|mesh\..*|cluster\..*|diagnostics\..*|"
   r"grad_accumulation_steps|model\.remat|data\.(workers|prefetch|cache_dir|data_dir)"
 )
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-  words = list(words)
-  close = difflib.get_close_matches(word, words, n=3, cutoff=0.5)
-  return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(words)}"
 
 
 def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
@@ -253,34 +288,15 @@ def override(config: ml_collections.ConfigDict, key: str, text: str) -> None:
 def load(spec: str) -> ml_collections.ConfigDict:
   """The config of `FILE.py[:arguments]`."""
   file, _, arg = spec.partition(":")
-  if not os.path.isfile(file):
-    folder = os.path.dirname(file) or "."
-    there = (
-      sorted(f for f in os.listdir(folder) if f.endswith(".py")) if os.path.isdir(folder) else []
-    )
-    nothing = "no such folder" if not os.path.isdir(folder) else "no .py file in"
-    known = nearest(os.path.basename(file), there) if there else f"{nothing}: {folder}"
-    raise UsageError(f"config file {file} does not exist; {known}")
-  if not file.endswith(".py"):
-    raise UsageError(f"config file {file} is not a .py file")
-  module_spec = importlib.util.spec_from_file_location("nanosam_config", file)
-  assert module_spec is not None and module_spec.loader is not None
-  module = importlib.util.module_from_spec(module_spec)
-  try:
-    module_spec.loader.exec_module(module)
-    config = module.get_config(arg)
-  except UsageError:
-    raise
-  except Exception as e:  # whatever is wrong in the user's file, say where, in one line
-    where = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
-    said = " ".join(str(e).split())
-    if len(said) > 300:  # ml_collections puts the whole config before what is wrong with a key
-      said = f"... {said[-200:]}"
-    line = f", line {where[-1]}" if where else ""
-    raise UsageError(f"config file {file}{line}: {type(e).__name__}: {said}") from e
-  if not isinstance(config, ml_collections.ConfigDict):
-    raise UsageError(f"config file {file}: get_config returned {type(config).__name__}, no config")
-  return config
+
+  def checked(config: Any) -> ml_collections.ConfigDict:
+    if not isinstance(config, ml_collections.ConfigDict):
+      raise UsageError(
+        f"config file {file}: get_config returned {type(config).__name__}, not a config"
+      )
+    return config
+
+  return python_file.call("config", file, "get_config", arg, checked)
 
 
 def from_command_line(argv: list[str]) -> ml_collections.ConfigDict:
@@ -311,7 +327,7 @@ def from_command_line(argv: list[str]) -> ml_collections.ConfigDict:
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
   """Keys that change the result and differ, as `key: old -> new`; those younger than the old config
   had their default."""
-  old, new = {**flat(default()), **flat(old)}, flat(new)
+  old, new = {**flat(default()), **flat(current(old))}, flat(new)
   return [
     f"{key}: {old.get(key)} -> {new.get(key)}"
     for key in sorted({*old, *new})

@@ -1,4 +1,4 @@
-"""Evaluation on a fixed set of sequences: loss with its standard error, bits per byte.
+"""Evaluates a checkpoint on a fixed set of sequences: loss with its standard error, bits per byte.
 
 python -m nanosam.evaluate --workdir=DIR [--source=...] [--step=...] [--save] [--json]
 """
@@ -9,8 +9,8 @@ import pathlib
 from nanosam.data.batch import EvalSet
 from nanosam.data.sources import eval_set, source_of
 from nanosam.run.evaluation import Evaluator
+from nanosam.run.record import SEQUENCES_FILE
 from nanosam.run.restore import Loaded, load_run
-from nanosam.run.workdir import SEQUENCES_FILE
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser
 from nanosam.system.errors import UsageError
@@ -20,7 +20,7 @@ from nanosam.system.remote import is_remote
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
   if args.save and (args.source or args.step != "latest" or is_remote(args.workdir)):
-    raise UsageError("--save is for the latest step of a run on this machine, and its own source")
+    raise UsageError("--save is only for the latest step of a local run, on its own source")
   run = load_run(args.workdir, args.step)
   name = args.source or run.config.data.source
   data = _data(run, name)
@@ -44,13 +44,13 @@ def parser() -> RunParser:
 
 
 def _data(run: Loaded, name: str) -> EvalSet:
-  """As many rows of another source as the run evaluates on."""
+  """The eval set of a source: as many rows as the run evaluates on."""
   c = run.config
   source = source_of(c.data, name)
   theirs, ours = source.tokenizer.sha256, run.source.tokenizer.sha256
   if theirs != ours:
     raise UsageError(
-      f"{name} was made with another tokenizer ({theirs[:12]}, the run has {ours[:12]}): the "
+      f"{name} was prepared with another tokenizer ({theirs[:12]}; the run's is {ours[:12]}): the "
       "model does not know its tokens. Prepare that text again with the run's tokenizer"
     )
   return eval_set(source, c)

@@ -1,11 +1,11 @@
-"""Compiles a config's train step for chips that are not here: does it fit, and what will it cost?
+"""Compiles a config's train step for devices you do not have: does it fit, and what will it cost?
 
 python -m nanosam.plan --config=FILE.py[:k=v,...] [--config.KEY=VALUE ...] --topology=v5e:2x4
   [--vocab_size=32101] [--peak=FLOP/s] [--utilization=0.4] [--json]
 
-The program is the one that trains, compiled by the chips' own compiler; nothing is executed and no
-data is read. cpu:8 is this machine as eight devices. Bytes and FLOPs are those of one device and
-one step; loops count as often as they run.
+The program is the one that trains, compiled by the devices' own compiler; nothing is executed, no
+data is read. cpu:8 is this machine as eight devices. Bytes and FLOPs are per device and step, with
+loops counted as often as they run.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
   c.workdir = c.workdir or "unused"
   validate(c)
   if not 0 < args.utilization <= 1 or (args.peak or 1) <= 0:
-    raise UsageError("--utilization must lie in (0, 1], and --peak above 0")
+    raise UsageError("--utilization must be in (0, 1], and --peak above 0")
   devices, hbm_bytes = devices_of(args.topology)
   plan = measure(c, vocabulary(c, args.vocab_size), devices, hbm_bytes, args.topology)
   cost = run_cost(c, plan, args.peak, args.utilization)
@@ -58,7 +58,7 @@ def parser() -> Parser:
 def run_cost(
   c: ml_collections.ConfigDict, plan: Plan, peak: float | None, utilization: float
 ) -> dict[str, Any]:
-  """The whole run, if its devices do `utilization` of `peak` FLOP/s; nothing if none is known."""
+  """Of the whole run, at `utilization` of `peak` FLOP/s; nothing if the peak is unknown."""
   peak = peak or flops.peak_flops(plan.device_kind)
   if peak is None:
     return {}

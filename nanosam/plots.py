@@ -5,7 +5,7 @@ python -m nanosam.plots --workdir=DIR --out=FILE [--what=loss|tau|tau_precond]
 
 import pathlib
 
-from nanosam.run.workdir import read_config
+from nanosam.run.record import read_config
 from nanosam.study.figures import run_curve, tau_series, taus
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> None:
   p.add_argument("--out", type=pathlib.Path, required=True, help="without .svg and .png")
   p.add_argument("--what", default="loss", choices=("loss", "tau", "tau_precond"))
   args = p.parse_args(argv[1:])
-  read_config(args.workdir)  # says so if there is no run
+  read_config(args.workdir)  # raises if there is no run
   if args.what == "loss":
     run_curve(args.out, args.workdir)
   else:

@@ -1,9 +1,9 @@
-"""What a model loses when its smallest weights are set to zero, all at once and without retraining.
+"""Prunes a model: eval loss after setting its smallest weights to zero, without retraining.
 
 python -m nanosam.prune --workdir=DIR [--compare DIR ...] [--sparsity=0,0.1,...] [--params=REGEX]
 
-Weights are ranked by magnitude over all matrices together. Writes prune.json and a picture of eval
-loss against sparsity (Figure 5 of arXiv 2502.02407) into the workdir, or --out.
+Weights are ranked by magnitude over all matrices together. Writes prune.json and a figure of eval
+loss against sparsity (Figure 5 of arXiv 2502.02407) to the workdir, or to --out.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import re
 
 from nanosam.curvature.pruning import FILE, curve, table
 from nanosam.run.restore import load_run
-from nanosam.study import plots
+from nanosam.study import figures
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser, numbers, results_folder
 from nanosam.system.errors import UsageError
@@ -21,7 +21,7 @@ from nanosam.system.files import write_json
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
   check(args)
-  plots.check_installed()
+  figures.check_installed()
   out = results_folder(args)
   first, *others = (
     curve(load_run(workdir, args.step), workdir, args) for workdir in (args.workdir, *args.compare)
@@ -29,8 +29,8 @@ def main(argv: list[str]) -> None:
   found = {**first, "compared": others}
   write_json(out / FILE, found)
   print(table([first, *others]))
-  plots.pruning(out / "prune", [first, *others])
-  print(f"written: {out / FILE} and its picture")
+  figures.pruning(out / "prune", [first, *others])
+  print(f"written: {out / FILE} and its figure")
 
 
 def parser() -> RunParser:
@@ -46,7 +46,7 @@ def parser() -> RunParser:
     "--params",
     default="kernel|embed",
     help="regex of the parameters to prune (default 'kernel|embed': all matrices; 'kernel' leaves "
-    "out the embeddings, '.*' takes in the norms)",
+    "out the embeddings, '.*' includes the norms)",
   )
   add("--out", default="", help="folder of the results (default: the workdir)")
   return p
@@ -55,7 +55,7 @@ def parser() -> RunParser:
 def check(args: argparse.Namespace) -> None:
   for sparsity in args.sparsity:
     if not 0 <= sparsity < 1:
-      raise UsageError(f"--sparsity={sparsity:g} must lie in [0, 1)")
+      raise UsageError(f"--sparsity={sparsity:g} must be in [0, 1)")
   try:
     re.compile(args.params)
   except re.error as e:

@@ -1,13 +1,13 @@
-"""How sharp the minimum is that a run has found.
+"""Measures how sharp the minimum is that a run has found.
 
 python -m nanosam.sharpness --workdir=DIR [--step=...] [--batches=4] [--out=DIR]
 
-Writes sharpness.json and a picture into the workdir (or --out): the largest and the smallest
+Writes sharpness.json and a figure to the workdir (or to --out): the largest and the smallest
 eigenvalue of the Hessian H, the largest of its Gauss-Newton part H_G, the traces of H, H_G and
 H_F = H - H_G, the taus of arXiv 2502.02407 (Eq. 9), SAM's sharpness L(theta + eps) - L(theta), and
-the loss along the top eigenvector and random directions. All is of the mean loss over the first
-rows of the validation split, in fp32. Only the taus are taken batch by batch and then averaged:
-they are about what a training step sees.
+the loss along the top eigenvector and random directions. The loss is the mean over the first rows
+of the validation split, in fp32. Only the taus are computed batch by batch and then averaged: they
+are about what a training step sees.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import math
 
 from nanosam.curvature.sharpness import FILE, measure, table
 from nanosam.run.restore import load_run
-from nanosam.study import plots
+from nanosam.study import figures
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser, numbers, results_folder
 from nanosam.system.errors import UsageError
@@ -25,13 +25,13 @@ from nanosam.system.files import write_json
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
   check(args)
-  plots.check_installed()
+  figures.check_installed()
   out = results_folder(args)
   found = measure(load_run(args.workdir, args.step, with_moments=True), args)
   write_json(out / FILE, found)
   print(table(found))
-  plots.landscape(out / "sharpness", found)
-  print(f"written: {out / FILE} and its picture")
+  figures.landscape(out / "sharpness", found)
+  print(f"written: {out / FILE} and its figure")
 
 
 def parser() -> RunParser:
@@ -43,7 +43,7 @@ def parser() -> RunParser:
   add("--sem", type=float, default=0.03, help="standard error of traces, relative (default 0.03)")
   add("--probes", type=int, default=256, help="for the traces, at most (default 256)")
   add("--rho", type=numbers, default=(0.01, 0.03, 0.1, 0.3, 1.0), help="radii, comma-separated")
-  add("--directions", type=int, default=2, help="random ones in the picture (default 2)")
+  add("--directions", type=int, default=2, help="random ones in the figure (default 2)")
   add("--seed", type=int, default=0, help="of all that is random (default 0)")
   add("--out", default="", help="folder of the results (default: the workdir)")
   return p
@@ -58,7 +58,7 @@ def check(args: argparse.Namespace) -> None:
     raise UsageError(f"--seed={args.seed} must be less than 2**32")
   for name in ("residual", "sem"):
     if not 0 < getattr(args, name) < 1:
-      raise UsageError(f"--{name}={getattr(args, name)} must lie between 0 and 1")
+      raise UsageError(f"--{name}={getattr(args, name)} must be between 0 and 1")
   if not all(math.isfinite(rho) and rho > 0 for rho in args.rho):
     raise UsageError(f"--rho={','.join(map(str, args.rho))}: radii must be positive")
 

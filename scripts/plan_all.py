@@ -1,8 +1,8 @@
-"""Plans every size and method of the paper as shipped, and writes a table.
+"""Runs nanosam.plan for every size and method of the paper, and writes a table.
 
 python scripts/plan_all.py --out=results/plan [--sizes=2M,23.9M] [--methods=adamw,sam]
 
-Writes OUT.json and OUT.md after each compile; what is in OUT.json already is not done again.
+Writes OUT.json and OUT.md after each compile; what is already in OUT.json is not compiled again.
 """
 
 import json
@@ -27,7 +27,7 @@ PLANNED = "precond_func_sam,adamw,sam,precond_sam,func_sam,momentum_func_sam"
 
 def main(argv: list[str]) -> None:
   p = Parser("scripts/plan_all.py", __doc__)
-  p.add_argument("--out", required=True, type=pathlib.Path, help="without an ending")
+  p.add_argument("--out", required=True, type=pathlib.Path, help="without a suffix")
   p.add_argument("--sizes", default=",".join(TOPOLOGIES))
   p.add_argument("--methods", default=PLANNED)
   args = p.parse_args(argv[1:])
@@ -53,7 +53,7 @@ def plan(size: str, method: str) -> dict[str, Any]:
   command = [sys.executable, "-m", "nanosam.plan", config, f"--topology={TOPOLOGIES[size]}"]
   found = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, text=True)
   if found.returncode:
-    raise UserError(f"{size} with {method} was not planned; the reason stands above")
+    raise UserError(f"{size} with {method} could not be planned; the reason is above")
   return json.loads(found.stdout)
 
 

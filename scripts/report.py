@@ -1,11 +1,11 @@
-"""Makes a page of runs and results: tables beside the paper's, curves, rho, curvature, cost.
+"""Writes a page about runs and results: tables beside the paper's, curves, rho, curvature, cost.
 
 python scripts/report.py DIR... --out=DIR
 
-DIR holds workdirs (of nanosam.train, launch/sweep.py) or what scripts/reproduce.py has written, at
-any depth. Writes OUT/report.html, which needs neither the network nor any other file, and
-OUT/report.md with its figures. Runs are sorted into those that may be compared with each other;
-what is half-written or damaged is named and left out.
+DIR holds workdirs (of nanosam.train, launch/sweep.py) or the output of scripts/reproduce.py, at any
+depth. Writes OUT/report.html, which is self-contained, and OUT/report.md with its figures. Runs are
+sorted into sets that may be compared with each other; unfinished and damaged ones are listed and
+left out.
 """
 
 import pathlib

@@ -1,10 +1,10 @@
-"""Kills a training run at random moments and compares the outcome with an undisturbed run.
+"""Kills a training run at random moments and compares its result with an undisturbed run.
 
 python scripts/soak.py [--kills=20] [--seed=0] [--out=DIR] [--config=FILE] [--config.KEY=VALUE ...]
 
 Half of the kills come while a checkpoint is being written, a quarter before the first step (while
 importing, restoring, compiling), a quarter at any other time. Exit 0: the final state and all
-losses are identical, bit by bit. Exit 1: what differs, or that a run failed.
+losses are identical, bit for bit. Exit 1: it prints what differs, or which run failed.
 """
 
 import argparse
@@ -26,14 +26,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from nanosam import config as config_lib
-from nanosam.run.log import METRICS_FILE, read_metrics
+from nanosam.run.metrics_file import METRICS_FILE, read_metrics
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS_PER_KILL = 30
-SETTINGS = {  # of a run that spends most of its time on what may go wrong
+SETTINGS = {  # a run that spends most of its time on what may go wrong
   "model.D": 32,
   "model.L": 32,
   "model.N": 1,
@@ -74,11 +74,11 @@ def main(argv: list[str]) -> None:
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   parser = Parser("scripts/soak.py", __doc__)
   parser.add_argument("--kills", type=int, default=20)
-  parser.add_argument("--seed", type=int, default=0, help="of the moments")
+  parser.add_argument("--seed", type=int, default=0, help="of the random moments")
   parser.add_argument("--out", help="folder of the two workdirs (default: a temporary one)")
   parser.add_argument("--config", default="configs/quickstart.py")
   args, overrides = parser.parse_known_args(argv)
-  config_lib.from_command_line(["train", f"--config={args.config}", *overrides])  # or says why not
+  config_lib.from_command_line(["train", f"--config={args.config}", *overrides])  # checks them
   return args, overrides
 
 
@@ -90,7 +90,7 @@ def start(command: list[str], workdir: pathlib.Path) -> Process:
 
 
 def train(command: list[str], workdir: pathlib.Path) -> float:
-  """To the end; returns how many seconds STEPS_PER_KILL steps took."""
+  """Trains to the end; returns how many seconds STEPS_PER_KILL steps took."""
   process = start(command, workdir)
   wait_for_step(process, workdir)
   begin = time.monotonic()
@@ -127,7 +127,7 @@ def kill(
     half = half_written(workdir, begin)
     counts["that left a half-written checkpoint" if half else "others"] += 1
     print(f"kill {number:3d} {moment:14s} checkpoints {steps(workdir)} {[*half]}", flush=True)
-  print(f"{kills} kills: {dict(counts)}; now to the end ...", flush=True)
+  print(f"{kills} kills: {dict(counts)}; training to the end ...", flush=True)
 
 
 def wait(process: Process, seconds: float) -> None:
@@ -145,7 +145,7 @@ def wait_for_step(process: Process, workdir: pathlib.Path, at_most: float = 1e9)
 
 
 def wait_for_saving(process: Process, workdir: pathlib.Path, rng: random.Random) -> None:
-  """Until this process writes a checkpoint, for some time between its first and last byte."""
+  """Until this process is writing a checkpoint: some time between its first and last byte."""
   begin, saves, wanted = time.time(), set[str](), rng.randint(1, 3)
   while process.poll() is None and len(saves) < wanted:
     saves |= half_written(workdir, begin)
@@ -154,10 +154,10 @@ def wait_for_saving(process: Process, workdir: pathlib.Path, rng: random.Random)
 
 
 def half_written(workdir: pathlib.Path, since: float) -> set[str]:
-  """Unfinished checkpoints, without those that an earlier process left."""
+  """Unfinished checkpoints, except those left by an earlier process."""
   found = set()
   for path in workdir.glob("checkpoints/*tmp*"):
-    with contextlib.suppress(FileNotFoundError):  # finished in this moment
+    with contextlib.suppress(FileNotFoundError):  # finished just now
       if path.stat().st_mtime > since:
         found.add(path.name)
   return found
@@ -168,7 +168,7 @@ def steps(workdir: pathlib.Path) -> list[int]:
 
 
 def compare(whole: pathlib.Path, killed: pathlib.Path) -> list[str]:
-  """What differs, in lines to print."""
+  """What differs, a line each."""
   differences = []
   for name in ("train/loss", "eval/loss", "eval/loss_sem", "eval/bits_per_byte"):
     expected, found = ([*values(w, name)] for w in (whole, killed))
@@ -195,7 +195,7 @@ def values(workdir: pathlib.Path, name: str) -> Iterator[tuple[int, float]]:
 
 def arrays(workdir: pathlib.Path, step: int) -> dict[str, Any]:
   with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that shardings are unknown
+    warnings.simplefilter("ignore")  # about unknown shardings
     tree = ocp.PyTreeCheckpointer().restore(workdir / "checkpoints" / str(step) / "state")
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}

@@ -10,6 +10,7 @@ from nanosam import train
 from nanosam.model.language_model import model_config
 from nanosam.model.transformer import Transformer
 from nanosam.run.validate import check_devices, validate
+from nanosam.study import runs
 from nanosam.system.errors import UsageError
 
 QUICKSTART = "configs/quickstart.py"
@@ -141,8 +142,21 @@ def test_changed_keys_ignore_what_does_not_change_the_result():
   )
   assert config_lib.changed_keys(old, new) == ["opt.b2: 0.98 -> 0.5"]
   assert config_lib.changed_keys(json.loads(json.dumps(old)), old) == []
-  del old["opt"]["muon_rms"]  # as if the key had come later
+  del old["opt"]["phi"]  # as if the key had come later
   assert config_lib.changed_keys(old, new) == ["opt.b2: 0.98 -> 0.5"]
+
+
+def test_keys_that_were_removed_do_not_count_unless_they_changed_the_result():
+  new = config_lib.to_dict(parse())
+  old = json.loads(json.dumps(new))
+  old["compilation_cache"] = "off"
+  old["opt"]["muon_beta"] = config_lib.REMOVED["opt.muon_beta"]
+  assert config_lib.current(old) == new
+  assert config_lib.changed_keys(old, new) == []
+  assert runs.run_id(old) == runs.run_id(new)
+  old["opt"]["muon_beta"] = 0.9
+  assert config_lib.changed_keys(old, new) == ["opt.muon_beta: 0.9 -> None"]
+  assert runs.run_id(old) != runs.run_id(new)
 
 
 def test_device_divisibility_says_what_would_work():

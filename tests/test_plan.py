@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_read_from_the_compilers_words():
     (["--topology=cpu:8", "--config.mesh.data=3"], "does not cover 8 .* product 8"),
     (["--topology=cpu:8", "--config.batch_size=20"], "multiple of 8, with batch_size=16 or 24"),
     (["--topology=cpu:8", "--config.model.D=17"], "model.H=2 heads: 16 or 18 would be"),
-    (["--topology=cpu:8", "--utilization=2"], "--utilization must lie"),
+    (["--topology=cpu:8", "--utilization=2"], "--utilization must be"),
     (["--topology=cpu:8", "--config.opt.roh=1"], "did you mean opt.rho"),
     ([], "--topology"),
   ],

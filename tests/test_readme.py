@@ -40,7 +40,7 @@ RULES = (
   Rule("python -m nanosam.data.inspect"),
   # A sweep of two runs, made for good: the next command compares them.
   Rule(
-    "python launch/sweep.py", swap=(("launch/sweeps/table1.py", "two_runs.py"), ("--dry_run", ""))
+    "python launch/sweep.py", swap=(("launch/sweeps/example.py", "two_runs.py"), ("--dry_run", ""))
   ),
   Rule("python -m nanosam.compare"),
   Rule("python scripts/reproduce.py"),  # --dry_run

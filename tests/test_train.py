@@ -16,7 +16,7 @@ import pytest
 from helpers.training import CONFIG, ROOT, assert_same_run, losses, state, steps
 
 from nanosam import config as config_lib
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.run.restore import load_run
 
 
@@ -157,7 +157,7 @@ def test_without_checkpoints_it_does_not_start_over_beside_some(commands, at_12)
 def test_a_run_that_is_beyond_its_end(commands, at_12):
   outcome = commands.train(at_12, opt__num_train_steps=10, allow_changed_keys=True)
   assert outcome.code == 2
-  outcome.says_in_one_line("stands at step 12, beyond opt.num_train_steps=10")
+  outcome.says_in_one_line("is at step 12, beyond opt.num_train_steps=10")
   assert steps(at_12)[-1] == 12
 
 
@@ -216,7 +216,7 @@ def test_a_run_survives(commands, whole, tmp_path, fault):
 def test_a_second_ctrl_c_leaves_at_once(commands, tmp_path):
   outcome = commands.train(tmp_path / "run", fault="SIGINT+SIGINT@step:6")
   assert outcome.code == 130
-  outcome.says_in_one_line("left at once")
+  outcome.says_in_one_line("exited without saving")
   assert steps(tmp_path / "run") == [4]
 
 

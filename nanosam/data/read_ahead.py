@@ -1,10 +1,7 @@
 """Reading ahead with Grain, and a check that all streams share."""
 
-import os
 import pickle
 import signal
-import threading
-import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -12,6 +9,7 @@ import grain
 from absl import flags
 
 from nanosam.system.errors import UserError
+from nanosam.system.processes import exit_with_parent
 
 
 class RandomAccess(Protocol):
@@ -40,14 +38,7 @@ def read_ahead(source: RandomAccess, *, workers: int, prefetch: int) -> grain.Da
 def _settle_worker(index: int, count: int) -> None:
   """A worker ignores ctrl-C, which is for its parent, and exits when the parent does."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)
-  parent = os.getppid()
-
-  def watch() -> None:
-    while os.getppid() == parent:
-      time.sleep(1)
-    os._exit(1)
-
-  threading.Thread(target=watch, daemon=True).start()
+  exit_with_parent()
 
 
 def check_fingerprint(state: Mapping[str, Any], fingerprint: str) -> None:

@@ -11,6 +11,10 @@ from nanosam.optim import schedules
 from nanosam.optim.direction import Moments
 from nanosam.optim.methods import MethodError
 
+MUON_BETA = 0.95
+MUON_RMS = 0.2  # of its updates: like AdamW's, so that they can share a learning rate
+ADAFACTOR_DECAY = 0.8
+
 
 def _path(path: Any) -> str:
   return jax.tree_util.keystr(path, simple=True, separator="/")
@@ -33,11 +37,11 @@ def _muon(opt) -> optax.GradientTransformation:
   return optax.chain(
     optax.contrib.muon(
       1.0,
-      beta=opt.muon_beta,
+      beta=MUON_BETA,
       adam_b1=opt.b1,
       adam_b2=opt.b2,
       eps=opt.eps,
-      consistent_rms=opt.muon_rms,
+      consistent_rms=MUON_RMS,
       muon_weight_dimension_numbers=_muon_axes,
     ),
     optax.scale(-1.0),
@@ -46,8 +50,8 @@ def _muon(opt) -> optax.GradientTransformation:
 
 def _adafactor(opt) -> optax.GradientTransformation:
   return optax.chain(
-    optax.scale_by_factored_rms(decay_rate=opt.adafactor_decay),
-    optax.clip_by_block_rms(opt.adafactor_clip),
+    optax.scale_by_factored_rms(decay_rate=ADAFACTOR_DECAY),
+    optax.clip_by_block_rms(1.0),
     optax.scale_by_param_block_rms(),
   )
 

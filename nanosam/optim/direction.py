@@ -36,16 +36,7 @@ class Direction(NamedTuple):
   needs_nu: bool = False
 
 
-# opt.precond_variant: what counts as the length, and whether the second moment already knows g.
-# `paper` is its Eq. 12 to the letter, where ||eps|| is about rho sqrt(P) / ||g||, not rho.
-VARIANTS = {
-  "post": ("post", "lookahead"),
-  "post_prev": ("post", "prev"),
-  "metric": ("metric", "lookahead"),
-  "metric_prev": ("metric", "prev"),
-  "pre": ("pre", "lookahead"),
-  "paper": ("pre", "prev"),
-}
+VARIANTS = ("post", "paper")  # of opt.precond_variant
 
 
 def _gradient(g: Params, params: Params, moments: Moments, opt: Any) -> Ray:
@@ -53,15 +44,15 @@ def _gradient(g: Params, params: Params, moments: Moments, opt: Any) -> Ray:
 
 
 def _preconditioned(g: Params, params: Params, moments: Moments, opt: Any) -> Ray:
-  length, moment = VARIANTS[opt.precond_variant]
-  M = denominator(moments, opt, lookahead=g if moment == "lookahead" else None)
+  """M^-1 g, by default with M as after this step and with rho as the length of eps.
+
+  `paper` is its Eq. 12 to the letter: M as stored, and eps = rho M^-1 g / |g|, which for P
+  parameters is about rho sqrt(P) / |g| long.
+  """
+  paper = opt.precond_variant == "paper"
+  M = denominator(moments, opt, lookahead=None if paper else g)
   vector = jax.tree.map(_divide, g, M)
-  lengths = {
-    "post": lambda: optax.tree.norm(vector),
-    "pre": lambda: optax.tree.norm(g),
-    "metric": lambda: jnp.sqrt(optax.tree.vdot(g, vector)),
-  }
-  return Ray(vector, lengths[length]())
+  return Ray(vector, optax.tree.norm(g if paper else vector))
 
 
 def _adaptive(g: Params, params: Params, moments: Moments, opt: Any) -> Ray:

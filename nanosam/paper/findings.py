@@ -3,47 +3,55 @@
 import math
 import pathlib
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
-from nanosam.paper import measures, protocol, published
-from nanosam.paper.protocol import ADAMW, RHO, Lab, Setting
-from nanosam.study import comparison, plots, runs, sweep, tables
+from nanosam.paper import blocks, measures, published
+from nanosam.paper.experiments import ADAMW, EXPERIMENTS, Setting
+from nanosam.paper.page import Block, Figures, Folded, Grid, Items, Section, Text, to_markdown
+from nanosam.paper.protocol import STEPS, Lab, tuned_keys
+from nanosam.study import comparison, figures, runs, tables
+from nanosam.study.comparison import Report
 from nanosam.system.errors import UserError
 from nanosam.system.files import write_atomically, write_json
 
-CONFIDENCE = 0.95
+RESULTS_FILE = "results.json"
 
 
 def write_report(lab: Lab, argv: list[str]) -> None:
-  notes = lab.found[1]
-  reports = {s.label: lab.report(s) for s in lab.settings}
-  if not any(reports.values()):
-    raise UserError(
-      f"{lab.name} has no finished runs in {lab.folder} yet; begin with: "
-      f"{command(lab, lab.stages[0])}"
-    )
-  folder = lab.out / lab.name
-  folder.mkdir(parents=True, exist_ok=True)
-  extras = {s.label: extra_reports(lab, s) for s in lab.settings}
+  reports = {s.label: report for s in lab.settings if (report := lab.report(s))}
+  if not reports:
+    start = command(lab, lab.stages[0])
+    raise UserError(f"{lab.name} has no finished runs in {lab.folder} yet; start with: {start}")
+  for report in reports.values():
+    if missing := [m for m in lab.methods if not report.group(m)]:
+      report.notes.append(f"no finished runs yet: {', '.join(missing)} (`{command(lab, 'rho')}`)")
   results = {
     "experiment": lab.name,
     "scale": lab.scale,
     "command": argv,
-    "settings": {k: r.to_json() for k, r in reports.items() if r},
-    "more": {k: {n: r.to_json() for n, r in e.items()} for k, e in extras.items()},
-    "measured": {s.label: measures.collect(lab, reports[s.label]) for s in lab.settings},
+    "settings": {label: r.to_json() for label, r in reports.items()},
+    "more": {
+      s.label: {n: r.to_json() for n, r in extra_reports(lab, s).items()} for s in lab.settings
+    },
+    "measured": {
+      label: {what: measures.collect(r.groups, what) for what in lab.measures}
+      for label, r in reports.items()
+    },
     "paper": published.TABLES.get(lab.name) or published.FIGURES.get(lab.name),
     "paper_sharpness": published.SHARPNESS.get(lab.name),
-    "notes": notes,
+    "notes": lab.found[1],
   }
-  write_json(folder / "results.json", results)
-  lines = [f"# {lab.name}, {lab.scale}", "", f"`python {shlex.join(argv)}`", ""]
+  folder = lab.out / lab.name
+  folder.mkdir(parents=True, exist_ok=True)
+  write_json(folder / RESULTS_FILE, results)
+  write_atomically(folder / "table.md", table(lab, results).encode())
   for setting in lab.settings:
-    lines += section(lab, setting, reports[setting.label], extras[setting.label])
-  lines += closing(lab, notes)
-  write_atomically(folder / "table.md", "\n".join(lines).encode())
-  draw(lab, reports, folder)
-  print(f"written: {folder}/results.json, table.md and figures", flush=True)
+    if report := reports.get(setting.label):
+      draw(lab, setting, report, folder)
+  if "tau" in lab.stages:
+    draw_taus(reports, folder)
+  print(f"written: {folder}/{RESULTS_FILE}, table.md and figures", flush=True)
 
 
 def command(lab: Lab, stage: str) -> str:
@@ -54,9 +62,9 @@ def command(lab: Lab, stage: str) -> str:
   )
 
 
-def extra_reports(lab: Lab, setting: Setting) -> dict[str, comparison.Report]:
-  """Equal compute, and a report for each factor that has runs."""
-  more: dict[str, comparison.Report] = {}
+def extra_reports(lab: Lab, setting: Setting) -> dict[str, Report]:
+  """At equal compute, and for each factor that has runs."""
+  more: dict[str, Report] = {}
   if "compute" in lab.stages:
     more |= equal_compute(lab, setting)
   if "factors" in lab.stages:
@@ -67,10 +75,10 @@ def extra_reports(lab: Lab, setting: Setting) -> dict[str, comparison.Report]:
   return more
 
 
-def equal_compute(lab: Lab, setting: Setting) -> dict[str, comparison.Report]:
+def equal_compute(lab: Lab, setting: Setting) -> dict[str, Report]:
   """Each method against the AdamW run that costs the same, both under their own schedules."""
   full = {m: lab.config(setting, m).opt.num_train_steps for m in lab.methods}
-  other = {m: o["opt.num_train_steps"] for m, o in lab.equal_compute(setting).items()}
+  other = lab.equal_compute(setting)
   more = {}
   for title, lengths in (
     ("at AdamW's compute", {**other, ADAMW: full[ADAMW]}),
@@ -79,129 +87,97 @@ def equal_compute(lab: Lab, setting: Setting) -> dict[str, comparison.Report]:
     chosen = [
       run
       for method, steps in lengths.items()
-      for run in lab.matching(setting, _length(lab, setting, steps))
+      for run in lab.matching(setting, lab.length(setting, steps))
       if run.keys["opt.method"] == method
     ]
-    if len({r.keys["opt.method"] for r in chosen if r.state == runs.FINISHED}) < 2:
-      continue
-    tune = [*protocol.tuned_keys(chosen), "opt.num_train_steps"]
-    more[title] = comparison.compare(chosen, tune=tune)
+    if len({r.keys["opt.method"] for r in chosen if r.state == runs.FINISHED}) > 1:
+      more[title] = comparison.compare(chosen, tune=[*tuned_keys(chosen), STEPS])
   return more
 
 
-def _length(lab: Lab, setting: Setting, steps: int) -> sweep.Overrides:
-  c = lab.config(setting, ADAMW)
-  warmup = round(c.opt.warmup_steps / c.opt.num_train_steps * steps)
-  return {"opt.num_train_steps": steps, "opt.warmup_steps": warmup}
+def table(lab: Lab, results: Mapping[str, Any]) -> str:
+  """table.md."""
+  missing = [s.label for s in lab.settings if s.label not in results["settings"]]
+  start = Text(f"no finished runs yet; start with `{command(lab, lab.stages[0])}`")
+  return to_markdown(
+    f"{lab.name}, {lab.scale}",
+    [
+      Text(f"`python {shlex.join(results['command'])}`"),
+      *experiment_blocks(results),
+      *(Section(label, [start]) for label in missing),
+      Section("Runs that were left out", [Items(results["notes"])]),
+    ],
+  )
 
 
-def section(
-  lab: Lab, setting: Setting, report: comparison.Report | None, extras: dict[str, comparison.Report]
-) -> list[str]:
-  lines = [f"## {setting.label}", ""]
-  if report is None:
-    return [*lines, f"no finished runs yet; begin with `{command(lab, lab.stages[0])}`", ""]
-  paper = published.TABLES.get(lab.name, {}).get(setting.paper, {})
-  lines += [*table(report.to_json(), paper), *measures.section(lab, setting, report)]
-  if missing := [m for m in lab.methods if not report.group(m)]:
-    lines += [f"no finished runs yet: {', '.join(missing)} (`{command(lab, 'rho')}`)", ""]
-  for title, extra in extras.items():
-    lines += [f"### {title}", "", *table(extra.to_json(), {})]
-  tried = tables.markdown(tables.cells(report.to_json()))
-  return [*lines, "### every setting tried", "", *tried]
+def experiment_blocks(results: Mapping[str, Any], prefix: str = "") -> list[Block]:
+  """An experiment, from its results.json; with a prefix for their names, its figures too."""
+  title, scale, paper = results["experiment"], results["scale"], results["paper"]
+  stands_for = {s.label: s.paper for s in EXPERIMENTS[title].settings[scale]}
+  losses = paper if isinstance(paper, dict) else {}
+  found: list[Block] = [Text(paper)] if isinstance(paper, str) else []
+  for number, (label, report) in enumerate(results["settings"].items()):
+    theirs = losses.get(stands_for.get(label, ""), {})
+    name = f"{prefix}-{number}" if prefix else ""
+    caption = "Eval loss" + (f", beside the paper's ({stands_for[label]})" if theirs else "")
+    compared = blocks.comparison(caption, report, theirs)
+    if title.startswith("fig"):
+      compared = [Folded(caption, compared)]
+    elif name:
+      compared.append(Figures(blocks.differences_figure(report, theirs, name)))
+    measured = measured_blocks(results, label, stands_for.get(label, ""), name)
+    more = [Folded(n, blocks.comparison(n, r)) for n, r in results["more"].get(label, {}).items()]
+    found.append(Section(label, [*compared, *measured, *more, blocks.tried(report)]))
+  if losses and not any(stands_for.values()):
+    found.append(Grid("The paper's losses", published_table(losses)))
+  return found
 
 
-def table(report: dict[str, Any], paper: dict[str, float | None]) -> list[str]:
-  covered = [f"The interval covers {what}." for what in tables.covered(report)]
-  notes = [f"- {note}" for note in report["notes"]]
-  return [*tables.markdown(tables.comparison(report, paper)), *covered, *notes, ""]
+def measured_blocks(
+  results: Mapping[str, Any], label: str, stands_for: str, name: str
+) -> list[Block]:
+  """Of final models; the paper's numbers are from its own scale."""
+  found = results.get("measured", {}).get(label, {})
+  paper = (results.get("paper_sharpness") or {}).get(stands_for, {})
+  caption = "Sharpness of the final models" + (", in brackets the paper's" if paper else "")
+  pruned = blocks.pruning_figure(found.get("prune", {}), name) if name else []
+  table = measures.sharpness_table(found.get("sharpness", {}), paper)
+  return [Grid(caption, table), Figures(pruned)]
 
 
-def closing(lab: Lab, notes: list[str]) -> list[str]:
-  """The paper's numbers where no row of ours stands for one of theirs, and what was left out."""
-  lines = []
-  losses = published.TABLES.get(lab.name, {})
-  if losses and not any(s.paper for s in lab.settings):
-    lines += ["## The paper's losses", "", *tables.markdown(published_table(losses))]
-  if figure := published.FIGURES.get(lab.name):
-    lines += [figure, ""]
-  if notes:
-    lines += ["## Runs that were left out", "", *(f"- {note}" for note in notes), ""]
-  return lines
-
-
-def published_table(published: dict[str, dict[str, float | None]]) -> tables.Table:
-  methods = list(dict.fromkeys(m for row in published.values() for m in row))
+def published_table(losses: Mapping[str, Mapping[str, float | None]]) -> tables.Table:
+  methods = list(dict.fromkeys(m for row in losses.values() for m in row))
   rows = [
     [size, *(tables.number(row[m], "g", "NaN") if m in row else "" for m in methods)]
-    for size, row in published.items()
+    for size, row in losses.items()
   ]
   return tables.Table(["size", *methods], rows)
 
 
-def draw(lab: Lab, reports: dict[str, comparison.Report | None], folder: pathlib.Path) -> None:
-  measures.draw(lab, reports, folder)
-  for setting in lab.settings:
-    report = reports[setting.label]
-    if report is None:
-      continue
-    suffix = "" if len(lab.settings) == 1 else "-" + setting.label.replace(" ", "")
+def draw(lab: Lab, setting: Setting, report: Report, folder: pathlib.Path) -> None:
+  suffix = "" if len(lab.settings) == 1 else "-" + setting.label.replace(" ", "")
+  if lab.name == "fig1":
     groups = [g for g in report.groups if math.isfinite(g.mean)]
-    if lab.name == "fig1":
-      series = {
-        g.label: {s: r.curve("step") for s, r in sorted(g.best.runs.items())} for g in groups
-      }
-      plots.curves(folder / f"curves{suffix}", series, ADAMW, "steps")
-    elif lab.name == "fig3":
-      draw_rho(report, folder / f"rho{suffix}")
-    else:
-      draw_differences(lab, setting, report, folder / f"differences{suffix}")
+    series = {g.label: {s: r.curve("step") for s, r in sorted(g.best.runs.items())} for g in groups}
+    figures.curves(folder / f"curves{suffix}", series, ADAMW, "steps")
+  elif lab.name == "fig3":
+    points, baseline = blocks.rho_points(report)
+    if points:
+      figures.loss_against_rho(folder / f"rho{suffix}", points, baseline)
+  else:
+    paper = published.TABLES.get(lab.name, {}).get(setting.paper, {})
+    if rows := blocks.difference_rows(report.to_json(), paper):
+      figures.differences(folder / f"differences{suffix}", rows)
+  if "prune" in lab.measures:
+    found = measures.collect(report.groups, "prune")
+    if members := [m for by_seed in found.values() for m in by_seed]:
+      figures.pruning(folder / f"prune{suffix}", members)
 
 
-def draw_rho(report: comparison.Report, path: pathlib.Path) -> None:
-  points, baseline = rho_points(report)
-  if points:
-    plots.loss_against_rho(path, points, baseline)
-
-
-def rho_points(report: comparison.Report) -> tuple[dict[str, list[tuple[float, float]]], float]:
-  """Loss at each rho, all else as in the method's best setting; and the baseline's loss.
-
-  Every loss is over the same seeds, so that luck has no part in the shape of the curve.
-  """
-  base = report.group(report.baseline)
-  cells = {}
-  for g in report.groups:
-    rest = {k: v for k, v in g.best.settings.items() if k != RHO}
-    mine = [c for c in g.cells if RHO in c.settings and c.settings | rest == c.settings]
-    if len(mine) > 1:
-      cells[g.label] = mine
-  every = [c.losses for mine in cells.values() for c in mine]
-  shared = set(base.best.losses).intersection(*every) if base else set()
-  if base is None or not shared:
-    return {}, math.nan
-  points = {
-    label: [(c.settings[RHO], loss) for c in mine if math.isfinite(loss := c.mean(shared))]
-    for label, mine in cells.items()
-  }
-  return {k: v for k, v in points.items() if v}, base.best.mean(shared)
-
-
-def draw_differences(
-  lab: Lab, setting: Setting, report: comparison.Report, path: pathlib.Path
-) -> None:
-  paper = published.TABLES.get(lab.name, {}).get(setting.paper, {})
-  if rows := difference_rows(report.to_json(), paper):
-    plots.differences(path, rows, CONFIDENCE)
-
-
-def difference_rows(report: dict[str, Any], paper: dict[str, float | None]) -> list[plots.Row]:
-  rows = []
-  for g in report["groups"]:
-    if g["difference"] is None:
-      continue
-    i, theirs, base = tables.interval(g), paper.get(g["label"]), paper.get(ADAMW)
-    published = theirs - base if theirs is not None and base is not None else None
-    low, high = (i["low"], i["high"]) if i else (None, None)
-    rows.append(plots.Row(g["label"], g["difference"], low, high, published))
-  return rows
+def draw_taus(reports: Mapping[str, Report], folder: pathlib.Path) -> None:
+  for prefix, name in (("tau", "taus"), ("tau_precond", "taus_precond")):
+    panels = {}
+    for label, report in reports.items():
+      first = next(iter(report.groups[0].best.runs.values()))
+      panels[label] = figures.tau_series(first.path, prefix)
+    figures.taus(folder / name, panels)

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from nanosam.study import plots, tables
+from nanosam.study import tables
+from nanosam.study.figures import DARK, GRID, INK, MUTED, STYLES
 from nanosam.study.tables import Table
 from nanosam.system.files import write_atomically
 
@@ -14,7 +15,7 @@ FIGURES = "figures"  # their folder, beside the Markdown
 
 
 class Text(NamedTuple):
-  """A paragraph; `code` stands in backticks."""
+  """A paragraph; `code` is in backticks."""
 
   text: str
 
@@ -31,10 +32,10 @@ class Grid(NamedTuple):
 
 
 class Figure(NamedTuple):
-  name: str  # also of its file
+  name: str  # also that of its file
   caption: str
   svg: str
-  values: Table  # the same as numbers
+  values: Table  # the same in numbers
 
 
 class Figures(NamedTuple):
@@ -57,7 +58,7 @@ Block = Text | Items | Grid | Figures | Folded | Section
 
 
 def _present(blocks: Sequence[Block]) -> list[Block]:
-  """Without those that have nothing to show."""
+  """The blocks that have something to show."""
 
   def has_content(block: Block) -> bool:
     match block:
@@ -76,13 +77,13 @@ class Page(NamedTuple):
   sections: Sequence[Section]
 
   def write(self, out: pathlib.Path) -> None:
-    """report.html by itself; report.md beside the figures it shows."""
+    """report.html, which is self-contained; report.md, with its figures beside it."""
     (out / FIGURES).mkdir(parents=True, exist_ok=True)
     for f in _figures(self.sections):
       by_itself = f.svg.replace("<svg ", '<svg style="background: white" ', 1)
       write_atomically(out / FIGURES / f"{f.name}.svg", by_itself.encode())
     write_atomically(out / "report.html", to_html(self).encode())
-    write_atomically(out / "report.md", to_markdown(self).encode())
+    write_atomically(out / "report.md", to_markdown(self.title, self.sections).encode())
 
 
 def _figures(blocks: Sequence[Block]) -> Iterator[Figure]:
@@ -96,8 +97,8 @@ def _figures(blocks: Sequence[Block]) -> Iterator[Figure]:
 # ---- Markdown ------------------------------------------------------------------------------------
 
 
-def to_markdown(page: Page) -> str:
-  return "\n".join([f"# {page.title}", "", *_markdown(page.sections, level=2)])
+def to_markdown(title: str, blocks: Sequence[Block]) -> str:
+  return "\n".join([f"# {title}", "", *_markdown(blocks, level=2)])
 
 
 def _markdown(blocks: Sequence[Block], level: int) -> Iterator[str]:
@@ -109,8 +110,8 @@ def _markdown(blocks: Sequence[Block], level: int) -> Iterator[str]:
         yield from (*(f"- {item}" for item in items), "")
       case Grid(caption, table):
         yield from (f"{caption}:", "", *tables.markdown(table))
-      case Figures(figures):
-        for f in figures:
+      case Figures(drawn):
+        for f in drawn:
           yield from (f"![{f.caption}]({FIGURES}/{f.name}.svg)", "", f"{f.caption}.", "")
           yield from _folded_markdown("values", tables.markdown(f.values))
       case Folded(summary, inner):
@@ -125,15 +126,15 @@ def _folded_markdown(summary: str, lines: Iterator[str] | list[str]) -> Iterator
 
 # ---- HTML ----------------------------------------------------------------------------------------
 
-COLOURS = sorted({plots.INK, plots.MUTED, plots.GRID, *(c for c, _ in plots.STYLES.values())})
+COLOURS = sorted({INK, MUTED, GRID, *(colour for colour, _ in STYLES.values())})
 
 
 def _variables(dark: bool) -> str:
-  return "".join(f"--{c[1:].lower()}:{plots.DARK.get(c, c) if dark else c};" for c in COLOURS)
+  return "".join(f"--{c[1:].lower()}:{DARK.get(c, c) if dark else c};" for c in COLOURS)
 
 
 def _style() -> str:
-  """page.css, with the colours of the figures for a light and a dark page."""
+  """page.css, and the colours of the figures on a light and on a dark page."""
   light, dark = (f":root{{{_variables(dark)}}}" for dark in (False, True))
   sheet = pathlib.Path(__file__).with_name("page.css").read_text()
   return f"{light}\n@media (prefers-color-scheme: dark) {{{dark}}}\n{sheet}"
@@ -169,8 +170,8 @@ def _html(blocks: Sequence[Block], level: int) -> Iterator[str]:
         yield f"<ul>{''.join(f'<li>{_text(item)}</li>' for item in items)}</ul>"
       case Grid(caption, table):
         yield _table(table, caption)
-      case Figures(figures):
-        yield f'<div class="figures">{"".join(map(_figure, figures))}</div>'
+      case Figures(drawn):
+        yield f'<div class="figures">{"".join(map(_figure, drawn))}</div>'
       case Folded(summary, inner):
         yield f"<details><summary>{_text(summary)}</summary>"
         yield from (*_html(inner, level), "</details>")
@@ -183,7 +184,7 @@ def _text(text: str) -> str:
 
 
 def _table(table: Table, caption: str) -> str:
-  """Scrolls by itself where it is wider than the page; the first column names the row."""
+  """Scrolls on its own if it is wider than the page; the first column is the row's header."""
   right = tables.numeric_columns(table)
 
   def cells(row: Sequence[str], tags: Sequence[str]) -> str:
@@ -211,7 +212,7 @@ def _figure(f: Figure) -> str:
 
 
 def inline(svg: str, name: str, label: str) -> str:
-  """An SVG of plots.py as a part of a page: its ids are its own, its colours follow the page's."""
+  """An SVG of study/figures.py as part of a page: with unique ids, and the page's colours."""
   svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.S)
   used = set(re.findall(r"(?:url\(#|href=\"#)([^\")]+)", svg))
   svg = re.sub(r' id="([^"]*)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in used else "", svg)

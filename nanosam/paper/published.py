@@ -14,7 +14,7 @@ TABLES: dict[str, dict[str, dict[str, float | None]]] = {
     "23.9M": {"adamw": 3.57, "sam": 3.59, "precond_sam": 3.55, "precond_func_sam": 3.53},
     "42.5M": {"adamw": 3.45, "sam": 3.46, "precond_sam": 3.44, "precond_func_sam": 3.41},
     "117.9M": {"adamw": 3.28, "sam": 3.29, "precond_sam": 3.27, "precond_func_sam": 3.25},
-    # 3.08 (sam) and 3.07 (precond_sam) with a warmup of rho, which is how our configs run them.
+    # With a warmup of rho, as in our configs: 3.08 (sam) and 3.07 (precond_sam).
     "1208M": {"adamw": 3.08, "sam": None, "precond_sam": None, "precond_func_sam": 3.05},
   },
   "table3": {
@@ -34,8 +34,8 @@ TABLES: dict[str, dict[str, dict[str, float | None]]] = {
     "117.9M": {"adamw": 3.120, "sam": 3.126, "precond_sam": 3.108, "precond_func_sam": 3.096},
   },
 }
-# Of the final models; the names are those of sharpness.json. The trace of H_G of precond_sam in
-# Table 6 is far from that of H, unlike all others: probably a misprint.
+# Of the final models, by the keys of sharpness.json. In Table 6 tr(H_G) of precond_sam is far from
+# tr(H), unlike everywhere else: probably a misprint.
 SHARPNESS: dict[str, dict[str, dict[str, dict[str, float]]]] = {
   "table4": {
     "23.9M": {

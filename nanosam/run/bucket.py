@@ -1,40 +1,37 @@
-"""A workdir in a bucket: a mirror on this machine, sent there as it grows, and a claim on it.
+"""A workdir in a bucket: a local mirror that is uploaded as it grows, and a lease on the bucket.
 
-An object cannot be appended to. So the first process writes its files to the mirror, and a thread
-sends whole those that changed: every minute, before a checkpoint counts as complete, and at the
-end. Checkpoints do not pass through the mirror: every process writes its part to the bucket.
+Objects cannot be appended to. So process 0 writes its files to the mirror, and a thread uploads
+whole files that changed: every minute, before a checkpoint counts as complete, and at the end.
+Checkpoints do not go through the mirror: every process writes its part to the bucket.
 
-What lies in the bucket is the run. A start empties the mirror and fetches it anew, so it does not
-matter on which machine that is, nor what a process that died had not sent: all of that is younger
-than the last checkpoint.
+The bucket holds the truth. A start empties the mirror and downloads it again, on whatever machine.
+What a dead process had not uploaded is lost, but it is newer than the last checkpoint.
 """
 
 import concurrent.futures
 import contextlib
 import hashlib
 import json
-import os
 import pathlib
-import re
 import secrets
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 from etils import epath
 
 from nanosam.data.sources import default_cache_dir
 from nanosam.run.cluster import Hosts
-from nanosam.run.log import METRICS_FILE
+from nanosam.run.metrics_file import METRICS_FILE
 from nanosam.run.workdir import Workdir, claim, create
 from nanosam.system.errors import UsageError, UserError, say
+from nanosam.system.remote import storage_errors
 
 LEASE, OWNER = ".lease", ".owner"
 UPLOAD_EVERY = 60.0  # seconds
 RENEW_EVERY, TAKE_OVER_AFTER = 10.0, 45.0  # seconds
-_OF_EARLIER_STARTS = ("wandb/next_row",)  # needed by later ones, besides what lies at the top
+_IN_SUBFOLDERS = ("wandb/next_row",)  # downloaded at a start, besides the files at the top
 
 
 class Folder:
@@ -44,9 +41,9 @@ class Folder:
     scheme, _, path = uri.partition("://")
     bucket, _, prefix = path.strip("/").partition("/")
     if scheme != "gs" or not prefix:
-      raise UsageError(f"workdir {uri}: a remote one is gs://BUCKET/PATH")
+      raise UsageError(f"workdir {uri}: a remote workdir is gs://BUCKET/PATH")
     self.uri, self._prefix = uri, prefix
-    with self.trouble():
+    with storage_errors(uri):
       from google.cloud import storage
 
       self._bucket = storage.Client().bucket(bucket)
@@ -68,34 +65,17 @@ class Folder:
     self._bucket.blob(f"{self._prefix}/{name}").delete(**precondition)
 
   def files(self) -> list[str]:
-    """Names of the objects at the top."""
+    """Names of the objects at the top level."""
     found = self._bucket.list_blobs(prefix=f"{self._prefix}/", delimiter="/")
     names = (blob.name.removeprefix(f"{self._prefix}/") for blob in found)
     return [name for name in names if name]
 
-  @contextlib.contextmanager
-  def trouble(self) -> Iterator[None]:
-    """Says in one line why the bucket cannot be used."""
-    try:
-      yield
-    except UserError:
-      raise
-    except ImportError as e:
-      raise UsageError(f"{self.uri} needs another package: pip install -e '.[gcs]'") from e
-    except Exception as e:  # of the client, of its transport, of the credentials
-      text = str(e).strip() or type(e).__name__
-      told = re.search(r'"message": *"([^"]+)"', text)  # by the store, amid the request's details
-      line = told[1] if told else text.split("\n")[0]
-      raise UserError(
-        f"cannot use {self.uri}: {line}; check that the bucket exists and that you may write to it"
-      ) from e
-
 
 class Lease:
-  """Keeps a remote workdir for one process, and renews its claim as long as that lives.
+  """Reserves a remote workdir for this process; renewed for as long as the process lives.
 
-  Whoever finds a claim watches it for a while. One that is renewed belongs to a run under way; one
-  that is not was left by a process that died. No clock is compared with that of another machine.
+  Whoever finds a lease watches it for a while. If it is renewed, its run is alive; if not, its
+  process died. The clocks of two machines are never compared.
   """
 
   def __init__(self, folder: Folder, owner: pathlib.Path):
@@ -112,7 +92,7 @@ class Lease:
     self._renewal.start()
 
   def _replaceable(self, before: str) -> int:
-    """The generation of no claim, or of a dead one; `before` is the last one of this machine."""
+    """The generation of no lease or of a dead one; `before` is the last token of this machine."""
     generation, owner = self._read()
     if not generation or owner["token"] == before:
       return generation
@@ -135,7 +115,7 @@ class Lease:
     return generation, json.loads(content or b"{}")
 
   def _write(self) -> bool:
-    """False if the claim is another's by now."""
+    """False if another process holds the lease by now."""
     from google.api_core.exceptions import PreconditionFailed
 
     content = json.dumps({"token": self._token, "host": socket.gethostname()}).encode()
@@ -145,7 +125,7 @@ class Lease:
       generation, owner = self._read()
       if owner.get("token") != self._token:
         return False
-      self._generation = generation  # of our own write: its answer was lost, and it was repeated
+      self._generation = generation  # our own write: the client lost the answer and repeated it
     return True
 
   def _taken(self) -> UsageError:
@@ -157,14 +137,14 @@ class Lease:
 
   def _renew(self) -> None:
     while not self.lost and not self._released.wait(RENEW_EVERY):
-      with contextlib.suppress(Exception):  # out of reach for now: the next time, then
+      with contextlib.suppress(Exception):  # out of reach for now: try again next time
         self.lost = not self._write()
 
   def check(self) -> None:
     if self.lost:
       raise UserError(
-        f"another process took {self._folder.uri} over while this one could not reach it; this one "
-        "ends, that one goes on"
+        f"another process took {self._folder.uri} over while this one could not reach it: this one "
+        "stops, the other continues"
       )
 
   def release(self) -> None:
@@ -175,7 +155,7 @@ class Lease:
 
 
 class RemoteWorkdir(Workdir):
-  """Has a mirror in the first process only; the others write nothing but checkpoints."""
+  """Only process 0 has a mirror; the others write nothing but checkpoints."""
 
   def __init__(self, uri: str, cache_dir: str, hosts: Hosts):
     self._folder = Folder(uri)
@@ -184,17 +164,18 @@ class RemoteWorkdir(Workdir):
     super().__init__(place / uri.rstrip("/").rpartition("/")[2], epath.Path(uri))
     self._lease: Lease | None = None
     if hosts.first:
-      claim(create(os.fspath(place)))
-      with self._folder.trouble():
+      create(place)
+      claim(place)
+      with storage_errors(uri):
         self._lease = Lease(self._folder, place / OWNER)
-        self._fetch()
-      self._sender = concurrent.futures.ThreadPoolExecutor(1, "uploads")
-      self._sent: dict[str, tuple[int, int]] = {}
+        self._download()
+      self._uploader = concurrent.futures.ThreadPoolExecutor(1, "uploads")
+      self._uploaded: dict[str, tuple[int, int]] = {}
       threading.Thread(target=self._upload_regularly, name="upload-timer", daemon=True).start()
 
-  def _fetch(self) -> None:
+  def _download(self) -> None:
     shutil.rmtree(self.files, ignore_errors=True)
-    for name in (*self._folder.files(), *_OF_EARLIER_STARTS):
+    for name in (*self._folder.files(), *_IN_SUBFOLDERS):
       generation, content = self._folder.read(name)
       if generation and name != LEASE:
         (self.files / name).parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +184,7 @@ class RemoteWorkdir(Workdir):
 
   def upload(self) -> concurrent.futures.Future[None] | None:
     if self._lease:
-      return self._sender.submit(self._send_changes)
+      return self._uploader.submit(self._upload_changes)
     nothing: concurrent.futures.Future[None] = concurrent.futures.Future()
     nothing.set_result(None)
     return nothing
@@ -211,32 +192,32 @@ class RemoteWorkdir(Workdir):
   def _upload_regularly(self) -> None:
     while True:
       time.sleep(UPLOAD_EVERY)
-      with contextlib.suppress(Exception):  # what failed is sent the next time; at last by close()
-        self._sender.submit(self._send_changes).result()
+      with contextlib.suppress(Exception):  # uploaded next time, at the latest by close()
+        self._uploader.submit(self._upload_changes).result()
 
-  def _send_changes(self) -> None:
-    # The metrics are read first and sent last: what they speak of is in the bucket before them.
+  def _upload_changes(self) -> None:
+    # Metrics are read first and uploaded last: what they refer to is in the bucket before them.
     metrics = self._changed(self.files / METRICS_FILE)
     for path in sorted(self.files.rglob("*")):
       if path.is_file() and not path.is_symlink() and path.name != METRICS_FILE:
-        self._send(path, self._changed(path))
-    self._send(self.files / METRICS_FILE, metrics)
+        self._upload_file(path, self._changed(path))
+    self._upload_file(self.files / METRICS_FILE, metrics)
 
   def _changed(self, path: pathlib.Path) -> tuple[tuple[int, int], bytes] | None:
-    """A stamp and the content; None if it is as sent, or gone."""
+    """A stamp and the content; None if it is as uploaded, or gone."""
     try:
       stat = path.stat()
       stamp = stat.st_size, stat.st_mtime_ns
-      return (stamp, path.read_bytes()) if self._sent.get(str(path)) != stamp else None
+      return (stamp, path.read_bytes()) if self._uploaded.get(str(path)) != stamp else None
     except FileNotFoundError:
       return None
 
-  def _send(self, path: pathlib.Path, changed: tuple[tuple[int, int], bytes] | None) -> None:
+  def _upload_file(self, path: pathlib.Path, changed: tuple[tuple[int, int], bytes] | None) -> None:
     if changed:
       self.check()
       stamp, content = changed
       self._folder.write(path.relative_to(self.files).as_posix(), content)
-      self._sent[str(path)] = stamp
+      self._uploaded[str(path)] = stamp
 
   def check(self) -> None:
     if self._lease:
@@ -246,11 +227,11 @@ class RemoteWorkdir(Workdir):
     if not self._lease:
       return
     try:
-      self._sender.submit(self._send_changes).result()
+      self._uploader.submit(self._upload_changes).result()
     except UserError:
       raise
     except Exception as e:
       raise UserError(
-        f"cannot send {self.files} to {self._folder.uri}: {e}; run the same command again"
+        f"cannot upload {self.files} to {self._folder.uri}: {e}; run the same command again"
       ) from e
     self._lease.release()

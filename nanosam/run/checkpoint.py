@@ -1,4 +1,4 @@
-"""Checkpoints: the state, where the data stands, and what the run has cost so far."""
+"""Checkpoints: the state, the position in the data, and what the run has cost so far."""
 
 import concurrent.futures
 import contextlib
@@ -31,6 +31,7 @@ FOLDER = "checkpoints"
 ASIDE = "unreadable_checkpoints"
 EVAL_LOSS = "eval/loss"
 _OTHER_SHAPES = "compatible with the stored shape|tree structures do not match"  # orbax's words
+_DETAILS = r" \[tensorstore_spec| \[source locations| See full TensorStore details|\. Truncating"
 
 
 class Damaged(Exception):
@@ -44,7 +45,7 @@ class Restored(NamedTuple):
 
 
 def found_steps(workdir: epath.Path) -> list[int]:
-  """Steps of the finished checkpoints on disk, without opening any."""
+  """Steps of the complete checkpoints on disk, without opening any."""
   folder = workdir / FOLDER
   if not folder.is_dir():
     return []
@@ -86,7 +87,7 @@ class Checkpoints:
       preservation_policy=keep,
       read_only=self._read_only,
       create=not self._read_only,
-      cleanup_tmp_directories=not self._read_only,  # of a run that died while saving
+      cleanup_tmp_directories=not self._read_only,  # left by a run that died while saving
       async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._barrier),
     )
     try:
@@ -97,7 +98,7 @@ class Checkpoints:
       raise UserError(
         f"cannot use the checkpoint folder {self._folder}: {e.strerror or e}; fix or move it"
       ) from e
-    except ValueError as e:  # orbax reads every eval loss at once, and one cannot be read
+    except ValueError as e:  # orbax reads all eval losses at once, and one is unreadable
       found = found_steps(self._folder.parent)
       broken = [step for step in found if not _has_readable_metrics(self._folder / str(step))]
       if not broken or self._read_only:
@@ -116,9 +117,9 @@ class Checkpoints:
     eval_loss: float | None,
     after: concurrent.futures.Future[None] | None = None,
   ) -> None:
-    """Returns once the state is off the devices; `check` and `wait` report what went wrong.
+    """Returns once the state is copied from the devices; `check` and `wait` report failures.
 
-    The checkpoint does not count as complete before `after` is done.
+    The checkpoint does not count as complete until `after` is done.
     """
     metrics = None if eval_loss is None else {EVAL_LOSS: eval_loss}
     items: dict[str, Any] = {
@@ -128,19 +129,19 @@ class Checkpoints:
     if after is not None:
       items["after"] = After(after)
     args = ocp.args.Composite(**items)
-    with self._trouble():
+    with self._save_errors():
       self._manager.save(step, args=args, metrics=metrics, force=True)
 
   def check(self) -> None:
     """Raises if a save has failed in the background."""
-    with self._trouble():
+    with self._save_errors():
       if self._failure:
         raise self._failure
 
   def _barrier(self, *, key: str, timeout_ms: int) -> None:
     """Where orbax, in the background, makes processes wait for each other.
 
-    It does so also after an error, when the others wait at another barrier: for ten minutes.
+    It does so even after an error, when the others wait at another barrier, for ten minutes.
     """
     self._failure = sys.exc_info()[1]
     if self._failure:
@@ -148,32 +149,34 @@ class Checkpoints:
     ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
   def wait(self) -> None:
-    with self._trouble():
+    with self._save_errors():
       self._manager.wait_until_finished()
 
-  def restore(self, abstract_state: Any, step: int) -> Restored:
-    args = ocp.args.Composite(state=_arrays(abstract_state), run=ocp.args.JsonRestore())
-    restored = self._read(step, args)
+  def restore(self, target: Any, step: int, partial: bool = False) -> Restored:
+    """Arrays with the shapes, types and shardings of `target`, however they were saved."""
+    arrays = ocp.args.PyTreeRestore(
+      item=target,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+      partial_restore=partial,
+    )
+    restored = self._read(step, ocp.args.Composite(state=arrays, run=ocp.args.JsonRestore()))
     run, wanted = _unseal(restored["run"])
-    _check(restored["state"], abstract_state, wanted)
+    _check(restored["state"], target, wanted)
     return Restored(step, restored["state"], run)
 
   def restore_parts(self, target: dict[str, Any], step: int) -> dict[str, Any]:
-    """Some of the state's fields: the others are not read."""
-    args = ocp.args.Composite(state=_arrays(target, partial=True), run=ocp.args.JsonRestore())
+    """Some fields of the state, without reading the others."""
     try:
-      restored = self._read(step, args)
-      _check(restored["state"], target, _unseal(restored["run"])[1])
+      return self.restore(target, step, partial=True).state
     except Exception as e:
       others = ", ".join(str(s) for s in self.steps() if s != step)
       raise UserError(
         f"checkpoint {step} in {self._folder} cannot be read ({_reason(e)}); "
         + (f"there are also {others}" if others else "there is no other")
       ) from e
-    return restored["state"]
 
   def _read(self, step: int, args: ocp.args.Composite) -> Any:
-    """Every process reads by itself: one that cannot must not leave the others waiting for it."""
+    """Every process reads on its own: one that fails must not leave the others waiting for it."""
     found, reason, me = None, "", jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
       primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
@@ -184,14 +187,14 @@ class Checkpoints:
     try:
       with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
         found = reader.restore(self._folder / str(step), args)
-    except Exception as e:  # orbax and tensorstore raise whatever fits; all mean the same here
+    except Exception as e:  # orbax and tensorstore raise many kinds; all mean the same here
       reason = _reason(e)
     if reasons := list(filter(None, self._hosts.gather(reason))):
       raise Damaged(reasons[0])
     return found
 
   def restore_newest(self, abstract_state: Any) -> Restored | None:
-    """The newest checkpoint that can be read; unreadable ones are set aside, not deleted."""
+    """The newest readable checkpoint; unreadable ones are moved aside, not deleted."""
     unreadable: dict[int, str] = {}
     for step in reversed(self.steps()):
       try:
@@ -200,13 +203,16 @@ class Checkpoints:
         unreadable[step] = _reason(e)
         self._say(f"checkpoint {step} cannot be read ({unreadable[step]}); trying the one before")
         continue
-      self._set_aside(list(unreadable))
+      if unreadable:
+        self._manager.close()
+        self._move_aside(list(unreadable))
+        self._manager = self._open()
       return found
     if unreadable:
       newest, reason = next(iter(unreadable.items()))
       if all(re.search(_OTHER_SHAPES, reason) for reason in unreadable.values()):
         raise UserError(
-          f"the checkpoints {sorted(unreadable)} in {self._folder} are of another model or "
+          f"the checkpoints {sorted(unreadable)} in {self._folder} belong to another model or "
           f"optimizer ({reason}): restore the settings of that run, or use another workdir"
         )
       raise UserError(
@@ -214,12 +220,6 @@ class Checkpoints:
         f"({newest}: {reason}); move that folder away to start over"
       )
     return None
-
-  def _set_aside(self, steps: list[int]) -> None:
-    if steps:
-      self._manager.close()
-      self._move_aside(steps)
-      self._manager = self._open()
 
   def _move_aside(self, steps: list[int]) -> None:
     aside = self._folder.parent / ASIDE
@@ -229,20 +229,20 @@ class Checkpoints:
       target = next(aside / name for name in names if not (aside / name).exists())
       (self._folder / str(step)).rename(target)
       self._say(f"moved unreadable checkpoint {step} to {target}")
-    self._hosts.gather(None)  # the others go on once it is done
+    self._hosts.gather(None)  # the others wait until it is done
 
   def close(self) -> None:
-    with self._trouble():
+    with self._save_errors():
       self._manager.close()
 
   @contextlib.contextmanager
-  def _trouble(self) -> Iterator[None]:
-    """Turns a failed save into one line that says what is still good."""
+  def _save_errors(self) -> Iterator[None]:
+    """Turns a failed save into one line that names the last good checkpoint."""
     try:
       yield
     except Exception as e:
       good = found_steps(self._folder.parent)
-      last = f"the last good one is of step {good[-1]}" if good else "there is no good one yet"
+      last = f"the last good one is step {good[-1]}" if good else "there is no good one yet"
       raise UserError(
         f"could not save a checkpoint in {self._folder}: {_reason(e)}; {last}. "
         "Free some space or fix the folder, then run the same command to resume"
@@ -250,7 +250,7 @@ class Checkpoints:
 
 
 class _Nothing(ocp.AsyncCheckpointHandler):
-  """Saves nothing; orbax calls a checkpoint complete when what it waits for is done."""
+  """Saves nothing: it makes orbax wait for a future before a checkpoint is complete."""
 
   async def async_save(self, directory: Any, args: "After") -> list[ocp.future.Future]:
     return [args.done]
@@ -281,17 +281,8 @@ def _has_readable_metrics(checkpoint: epath.Path) -> bool:
     return False
 
 
-def _arrays(target: Any, partial: bool = False) -> ocp.args.PyTreeRestore:
-  """Arrays of the shapes, types and shardings of `target`, whatever they were saved with."""
-  return ocp.args.PyTreeRestore(
-    item=target,
-    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-    partial_restore=partial,
-  )
-
-
-# Tensorstore reads a damaged chunk without complaint. So every array has a checksum of its bits:
-# computed where the array lives, and the same for any sharding.
+# Tensorstore reads a damaged chunk without complaint. So every array has a checksum of its bits,
+# computed where the array is, and the same for any sharding.
 
 
 def checksums(tree: Any) -> dict[str, int]:
@@ -307,7 +298,7 @@ def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _weighted_sum_of_bits(x: jax.Array) -> jax.Array:
-  """Modulo 2^32, with odd weights: no change of one element goes unnoticed, nor of the order."""
+  """Modulo 2^32, with odd weights: it changes with any one element, and with their order."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
   if x.dtype == bool:
@@ -321,7 +312,7 @@ def _weighted_sum_of_bits(x: jax.Array) -> jax.Array:
 
 
 def _check(tree: Any, target: Any, wanted: dict[str, int]) -> None:
-  """Refuses arrays of another shape or type than expected, and damaged ones."""
+  """Refuses damaged arrays, and those of another shape or type than expected."""
   for name, found, expected in zip(
     sums := checksums(tree), jax.tree.leaves(tree), jax.tree.leaves(target), strict=True
   ):
@@ -354,22 +345,15 @@ def _digest(value: Any) -> str:
 def _reason(error: BaseException) -> str:
   """One line; orbax and tensorstore append pages of details."""
   line = str(error.__cause__ or error).strip().split("\n")[0]
-  for details in (
-    " [tensorstore_spec",
-    " [source locations",
-    " See full TensorStore details",
-    ". Truncating",
-  ):
-    line = line.split(details)[0]
-  return line[:300] or type(error).__name__
+  return re.split(_DETAILS, line)[0][:300] or type(error).__name__
 
 
 @functools.cache
 def _mute_stragglers() -> None:
-  """Lets a failure speak once.
+  """Lets a failure be reported once.
 
   When one array cannot be read or written, orbax stops waiting for the others, and each of them
-  complains by itself, at any time later.
+  logs an error of its own at any later time.
   """
   previous = sys.unraisablehook
 

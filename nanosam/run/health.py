@@ -1,4 +1,4 @@
-"""The host's eye on a run: ends it when the guard says so, warns of spikes."""
+"""The health of a run, checked on the host: the guard may end it, spikes only cause a warning."""
 
 import math
 from collections.abc import Mapping
@@ -18,26 +18,24 @@ from nanosam.system.errors import UserError
 
 
 def check(guard: Any, metrics: Mapping[str, Any]) -> bool:
-  """Whether the run may go on after a step with these metrics."""
+  """Whether the run may continue after a step with these metrics."""
   counts = Counts(*(metrics[f"guard/{name}"] for name in Counts._fields))
   return not must_abort(guard, counts)
 
 
-def report(
-  step: int,
-  metrics: Mapping[str, Any],
-  model: LanguageModel,
-  params: Params,
-  batch: Batch,
-  mesh: Mesh,
-) -> str:
-  """What is known of a bad step. The guard kept the parameters as they were before it."""
+def bad_rows(model: LanguageModel, params: Params, batch: Batch, mesh: Mesh) -> list[int]:
+  """Rows of the batch whose plain loss is not finite."""
   with jax.set_mesh(mesh):
     nll_B, weight_B = jax.jit(
       lambda p, b: row_sums(model, p, b), out_shardings=sharding.replicated(mesh)
     )(params, sharding.to_devices(batch, mesh))
-  bad = np.flatnonzero(~np.isfinite(np.asarray(nll_B) + np.asarray(weight_B)))
-  where = f"batch rows {bad.tolist()}" if len(bad) else "no single row of the batch"
+  return np.flatnonzero(~np.isfinite(np.asarray(nll_B) + np.asarray(weight_B))).tolist()
+
+
+def bad_step_error(
+  step: int, metrics: Mapping[str, Any], rows: list[int], checkpoints: list[int], guard: Any
+) -> UserError:
+  """All that is known about a step that the guard ended the run at."""
   names = ("train/loss", "train/loss_perturbed", "opt/grad_norm")
   values = ", ".join(f"{n} {float(metrics[n]):.6g}" for n in names if n in metrics)
   counts = ", ".join(f"{n} {int(metrics[f'guard/{n}'])}" for n in Counts._fields)
@@ -46,14 +44,26 @@ def report(
     for n, v in metrics.items()
     if n.startswith("grad_norm/")
   )
-  return (
-    f"step {step} is not finite: {values}; a plain loss that is not finite: {where}; "
-    f"gradient norms: {norms}; counts: {counts}"
+  where = f"batch rows {rows}" if rows else "no single row of the batch"
+  last = (
+    f"the last good checkpoint is step {checkpoints[-1]}" if checkpoints else "no checkpoint yet"
+  )
+  if guard.policy == "abort" and metrics["guard/nonfinite"] > 0:
+    tolerate = "guard.policy=skip"
+  elif guard.perturbed == "abort" and metrics["guard/perturbed_nonfinite"] > 0:
+    tolerate = "guard.perturbed=skip"
+  else:
+    tolerate = f"guard.max_skips={2 * guard.max_skips}"
+  return UserError(
+    f"step {step} is not finite: {values}; plain loss not finite in: {where}; gradient norms: "
+    f"{norms}; counts: {counts}. Nothing was updated; {last}. Lower the learning rate or rho, warm "
+    f"rho up, or set --config.{tolerate}; to resume in this workdir, set "
+    "--config.allow_changed_keys=True as well"
   )
 
 
 class SpikeDetector:
-  """Says when the loss jumps out of its recent range. It only warns."""
+  """Notices when the loss jumps out of its recent range."""
 
   def __init__(self, deviations: float, memory: float = 0.98, warmup: int = 50):
     self._deviations, self._memory, self._warmup = deviations, memory, warmup
@@ -62,7 +72,7 @@ class SpikeDetector:
 
   def update(self, loss: float) -> str | None:
     if not math.isfinite(loss):
-      return None  # the guard's business
+      return None  # the guard's job
     spread = math.sqrt(self._variance)
     spike = (
       self._deviations > 0
@@ -76,19 +86,3 @@ class SpikeDetector:
     self._mean += rate * delta
     self._variance = (1 - rate) * (self._variance + rate * delta**2)
     return message
-
-
-def bad_step_error(
-  text: str, checkpoint: int | None, guard: Any, metrics: dict[str, Any]
-) -> UserError:
-  last = f"the last good checkpoint is step {checkpoint}" if checkpoint else "no checkpoint yet"
-  if guard.policy == "abort" and metrics["guard/nonfinite"] > 0:
-    leave = "guard.policy=skip"
-  elif guard.perturbed == "abort" and metrics["guard/perturbed_nonfinite"] > 0:
-    leave = "guard.perturbed=skip"
-  else:
-    leave = f"guard.max_skips={2 * guard.max_skips}"
-  return UserError(
-    f"{text}. Nothing was updated; {last}. Lower the learning rate or rho, warm rho up, or say "
-    f"--config.{leave}; to go on in this workdir, --config.allow_changed_keys=True as well"
-  )

@@ -1,4 +1,4 @@
-"""What a run has cost, and how fast it goes."""
+"""What a run has cost so far, and how fast it is."""
 
 import contextlib
 import dataclasses
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass
 class Cost:
-  """Everything spent on training so far, over all restarts; it travels in the checkpoint."""
+  """Everything spent on training, over all restarts; saved with each checkpoint."""
 
   tokens: int = 0
   compute: float = 0.0  # FLOPs
@@ -16,7 +16,7 @@ class Cost:
 
 
 class Meter:
-  """Adds up the cost, and measures speed from one reading to the next."""
+  """Adds up the cost, and measures the speed between two readings."""
 
   def __init__(self, cost: Cost, peak_flops: float | None):
     self.cost = cost

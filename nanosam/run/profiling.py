@@ -37,7 +37,7 @@ class Profiler:
     self._traced: list[int] = []
 
   def call(self, step: int, function: Callable[..., T], *args: object) -> T:
-    """function(*args), traced if `step` is one of those wanted."""
+    """function(*args), traced if `step` is one of the steps asked for."""
     if step not in self._steps:
       return function(*args)
     if not self._tracing:
@@ -47,12 +47,12 @@ class Profiler:
     with jax.profiler.StepTraceAnnotation("train", step_num=step):
       result = function(*args)
     if step == self._steps[-1]:
-      jax.block_until_ready(result)  # the device is a step behind, and belongs in the trace
+      jax.block_until_ready(result)  # the device lags behind, and its work belongs in the trace
       self.close()
     return result
 
   def close(self) -> None:
-    """Ends the trace of a run that stops before the last step wanted."""
+    """Ends the trace, also of a run that stops before the last of these steps."""
     if self._tracing:
       self._tracing = False
       jax.profiler.stop_trace()

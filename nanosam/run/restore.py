@@ -1,4 +1,4 @@
-"""A trained model, read back from its workdir: what the commands over a run share."""
+"""Loads a trained model from its workdir, for the commands that work on a run."""
 
 import contextlib
 import math
@@ -17,13 +17,12 @@ from nanosam.model.language_model import LanguageModel
 from nanosam.model.transformer import Params
 from nanosam.optim import base
 from nanosam.optim.direction import Moments
-from nanosam.run import runtime
-from nanosam.run import workdir as workdir_lib
+from nanosam.run import record, runtime
 from nanosam.run.checkpoint import FOLDER, Checkpoints
-from nanosam.run.log import METRICS_FILE, read_metrics
+from nanosam.run.metrics_file import METRICS_FILE, read_metrics
 from nanosam.run.step import TrainStep
 from nanosam.system.errors import UsageError, UserError
-from nanosam.system.remote import is_remote, reaching
+from nanosam.system.remote import is_remote, storage_errors
 
 
 class Loaded(NamedTuple):
@@ -33,26 +32,28 @@ class Loaded(NamedTuple):
   params: Params
   mesh: Mesh  # over all devices of this machine, however many the run had
   step: int
-  moments: Moments = Moments()  # of its optimizer, if asked for
+  moments: Moments = Moments()  # of the optimizer, if asked for
 
 
 def load_run(
-  workdir: str | os.PathLike[str], step: str = "latest", with_moments: bool = False
+  folder: str | os.PathLike[str], step: str = "latest", with_moments: bool = False
 ) -> Loaded:
   """The run's model at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
-  workdir = epath.Path(workdir)
-  with reaching(str(workdir)) if is_remote(str(workdir)) else contextlib.nullcontext():
-    stored = workdir_lib.read_config(workdir)
-  environment = stored.pop(workdir_lib.ENVIRONMENT, {})
+  workdir = epath.Path(folder)
+  with storage_errors(str(workdir)) if is_remote(str(workdir)) else contextlib.nullcontext():
+    stored = record.read_config(workdir)
+  environment = stored.pop(record.ENVIRONMENT, {})
   c = _config(workdir, stored, environment)
   runtime.set_up_jax(c)
-  checkpoints = _open_checkpoints(workdir)
+  if not (workdir / FOLDER).is_dir():
+    raise UserError(f"{workdir} has no checkpoints; train with --config.checkpoint=True")
+  checkpoints = Checkpoints(workdir, read_only=True)
   number = _choose(checkpoints, workdir, step)
   source = source_of(c.data)
   if source.fingerprint != environment.get("data"):
     raise UserError(
       f"{workdir} was trained on data {environment.get('data')}, but {c.data.source} is now "
-      f"{source.fingerprint} (other files, or other package versions under the embedded corpus); "
+      f"{source.fingerprint} (other files, or other package versions behind the embedded corpus): "
       "restore that data"
     )
   mesh = sharding.make_mesh(data=1, fsdp=-1)
@@ -69,8 +70,9 @@ def load_run(
 def _config(
   workdir: epath.Path, stored: dict[str, Any], environment: dict[str, Any]
 ) -> ml_collections.ConfigDict:
-  """Keys that are younger than the run have their defaults."""
+  """The stored config; keys that are newer than the run have their defaults."""
   c = ml_collections.ConfigDict(config_lib.default().to_dict())
+  stored = config_lib.current(stored)
   try:
     if unknown := config_lib.flat(stored).keys() - config_lib.flat(c).keys():
       raise KeyError(f"there is no key {min(unknown)}")
@@ -78,29 +80,23 @@ def _config(
   except (KeyError, TypeError, AttributeError) as e:
     made_by = environment.get("packages", {}).get("nanosam")
     raise UserError(
-      f"{workdir / workdir_lib.CONFIG_FILE} is of another version of nanosam ({made_by}, this is "
+      f"{workdir / record.CONFIG_FILE} is of another version of nanosam ({made_by}, this is "
       f"{__version__}): {e.args[0]}; use the version that trained it"
     ) from e
   return c.lock()
 
 
-def _open_checkpoints(workdir: epath.Path) -> Checkpoints:
-  if not (workdir / FOLDER).is_dir():
-    raise UserError(f"{workdir} has no checkpoints; train with --config.checkpoint=True")
-  return Checkpoints(workdir, read_only=True)
-
-
 def _choose(checkpoints: Checkpoints, workdir: epath.Path, step: str) -> int:
   steps = checkpoints.steps()
   if not steps:
-    raise UserError(f"{workdir} has no checkpoint yet; wait for the first, or train on")
+    raise UserError(f"{workdir} has no checkpoint yet: wait for the first, or train longer")
   if step == "latest":
     return steps[-1]
   if step == "best":
     evaluated = _eval_losses(workdir)
     losses = {step: evaluated[step] for step in steps if step in evaluated}
     if not losses:
-      raise UserError(f"no checkpoint in {workdir} was evaluated; say --step=latest")
+      raise UserError(f"no checkpoint in {workdir} was evaluated: use --step=latest")
     return min(losses, key=lambda step: losses[step])
   if step.isdigit() and int(step) in steps:
     return int(step)

@@ -1,4 +1,4 @@
-"""Settings of the process that every command wants."""
+"""Process-wide settings that every command needs."""
 
 import os
 import sys
@@ -11,16 +11,15 @@ from nanosam.data.sources import default_cache_dir
 
 
 def set_up_jax(c: ml_collections.ConfigDict) -> None:
-  logging.set_verbosity(logging.FATAL)  # our dependencies log failures that we report ourselves
-  # On a machine with TPUs JAX has asked for them by now. On any other it would try libtpu all the
-  # same, which may be there for nanosam.plan.
+  logging.set_verbosity(logging.FATAL)  # dependencies log failures that we report ourselves
+  # With TPUs in the machine JAX has chosen them by now. Otherwise it would still try libtpu, which
+  # may be installed for nanosam.plan.
   if "tpu" not in (jax.config.jax_platforms or ""):  # type: ignore[attr-defined]
     sys.modules["libtpu"] = None  # type: ignore[assignment]  # cannot be imported
     os.environ.pop("TPU_LIBRARY_PATH", None)  # set by its import, which JAX tries at once
-  if c.deterministic:  # read when the first device is touched
+  if c.deterministic:  # XLA reads its flags when the first device is used
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
-  if c.compilation_cache != "off":
-    folder = c.compilation_cache or os.fspath(default_cache_dir() / "xla")
-    jax.config.update("jax_compilation_cache_dir", folder)
+  if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    jax.config.update("jax_compilation_cache_dir", os.fspath(default_cache_dir() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -14,7 +14,7 @@ from nanosam.model import sharding
 from nanosam.model.language_model import language_model, model_config
 from nanosam.model.transformer import Params, Transformer
 from nanosam.optim import base, guard, methods, schedules
-from nanosam.optim.gradient import Estimate, Metrics, Recipe, cosine, estimate, estimate_by_group
+from nanosam.optim.gradient import Estimate, Metrics, Recipe, estimate, estimate_by_group
 from nanosam.optim.methods import MethodError
 from nanosam.optim.passes import Passes
 from nanosam.system.errors import UsageError
@@ -94,8 +94,6 @@ class TrainStep:
       "opt/update_norm": optax.tree.norm(updates),
       **{f"grad_norm/{group}": norm for group, norm in verdict.norms.items()},
     }
-    if self.config.opt.log_gradient_cosine and estimated.plain is not None:
-      metrics["opt/gradient_cosine"] = cosine(verdict.gradient, estimated.plain)
     return TrainState(state.step + 1, params, opt_state, verdict.counts), metrics
 
   def _estimate(self, state: TrainState, batch: Batch) -> tuple[Estimate, jax.Array | float]:

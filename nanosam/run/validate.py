@@ -1,4 +1,4 @@
-"""Contradictions in a config, found before any device is touched."""
+"""Checks of a config before any device is used."""
 
 import math
 import re
@@ -38,17 +38,17 @@ AT_LEAST_ONE = """
 NOT_NEGATIVE = """
   seed data_seed head.chunk opt.rho opt.rho_warmup_steps opt.perturb_group opt.asam_eta opt.eps
   opt.peak_learning_rate opt.init_learning_rate opt.final_learning_rate opt.warmup_steps
-  opt.weight_decay opt.clip_by_global_norm opt.muon_rms opt.adafactor_clip guard.max_skips
+  opt.weight_decay opt.clip_by_global_norm guard.max_skips
   guard.spike data.workers data.prefetch diagnostics.every cluster.num_processes
 """.split()
-BELOW_ONE = ("opt.b1", "opt.b2", "opt.muon_beta", "opt.wsd_decay_fraction")
+BELOW_ONE = ("opt.b1", "opt.b2", "opt.wsd_decay_fraction")
 REGEXES = ("opt.weight_decay_params", "opt.perturb_params")
 
 
 def validate(c: ml_collections.ConfigDict) -> None:
-  """Raises a UsageError for the first thing that cannot work, saying what would."""
+  """Raises a UsageError for the first setting that cannot work, and says what would."""
   values = flat(c)
-  need(bool(c.workdir), "no workdir: say --config.workdir=DIR")
+  need(bool(c.workdir), "no workdir: set --config.workdir=DIR")
   for key, known in CHOICES.items():
     lookup(key, values[key], dict.fromkeys(known))
   for key, value in values.items():
@@ -95,7 +95,7 @@ def _sizes(c: ml_collections.ConfigDict) -> None:
 
 
 def _multiples(value: int, of: int) -> str:
-  """The nearest ones, below and above."""
+  """The nearest multiples, below and above."""
   low = value // of * of
   return f"{low} or {low + of}" if low else str(of)
 
@@ -135,14 +135,10 @@ def _method(c: ml_collections.ConfigDict) -> None:
       f"opt.perturbed_dtype={o.perturbed_dtype}",
     )
     need(not path.derivative, f"{o.method} differentiates twice: set model.attention=xla")
-  has_gradient = direction is None or direction.needs_gradient
-  for key, wanted in (
-    ("guard.perturbed=plain", c.guard.perturbed == "plain"),
-    ("opt.log_gradient_cosine", o.log_gradient_cosine),
-  ):
-    need(
-      has_gradient or not wanted, f"{key} needs the gradient at theta, which {o.method} never makes"
-    )
+  need(
+    c.guard.perturbed != "plain" or direction is None or direction.needs_gradient,
+    f"guard.perturbed=plain needs the gradient at theta, which {o.method} never computes",
+  )
 
 
 def check_devices(c: ml_collections.ConfigDict, shards: int) -> None:

@@ -1,10 +1,10 @@
 """W&B in a process of its own, fed through a pipe.
 
-Inside the training process wandb would replace sys.exit, hold the exit with its own hooks while it
-uploads, and take the interpreter lock when imported. A child has none of these effects, survives
-the kill of its parent long enough to save what it was given, and can be killed when it hangs.
+Inside the training process wandb would replace sys.exit, delay the exit with its own hooks while it
+uploads, and take the interpreter lock when imported. A child has none of these effects, outlives a
+killed parent long enough to save what it was given, and can be killed when it hangs.
 
-This file is also the child's program, so it imports nothing beyond the standard library at the top.
+This file is also the child's program, so it imports neither JAX nor wandb at the top.
 """
 
 import json
@@ -15,10 +15,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from nanosam.system.errors import first_line
+from nanosam.system.files import write_atomically
+from nanosam.system.processes import exit_with_parent
 
 RUN_ID_FILE = "wandb_run_id"
 X_AXES = ("step", "tokens", "compute", "time")
@@ -30,7 +33,6 @@ class WandbProcess:
   def __init__(
     self,
     workdir: str | os.PathLike[str],
-    *,
     mode: str,
     config: dict[str, Any],
     run: Mapping[str, Any],
@@ -40,17 +42,20 @@ class WandbProcess:
     workdir = pathlib.Path(workdir).resolve()
     (workdir / "wandb").mkdir(parents=True, exist_ok=True)
     self._error = ""
+    # -P: the modules beside this file must not hide others of the same name. Without their folder
+    # the child may need to be told where nanosam is.
+    package = pathlib.Path(__file__).parents[2]
+    path = filter(None, (str(package), os.environ.get("PYTHONPATH")))
     with open(workdir / "wandb" / "nanosam.log", "ab") as log:
-      # Unbuffered: a buffer's lock, held by a daemon thread, can crash the interpreter's exit.
-      # -P: the modules beside this file must not hide others of the same name.
       self._process = subprocess.Popen(
         [sys.executable, "-P", __file__],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
-        bufsize=0,
-        start_new_session=True,
-      )  # ctrl-C is not for the child
+        bufsize=0,  # a buffer's lock, held by a daemon thread, can crash the interpreter's exit
+        start_new_session=True,  # ctrl-C is not for the child
+      )
     self._relay = threading.Thread(target=self._relay_messages, args=(say,), daemon=True)
     self._relay.start()
     self._send(
@@ -61,7 +66,7 @@ class WandbProcess:
       argv=sys.argv,
       run_id=_run_id(workdir),
       parent=os.getpid(),
-      linger=close_timeout,
+      grace=close_timeout,
     )
 
   def _relay_messages(self, say: Callable[[str], None]) -> None:
@@ -85,11 +90,8 @@ class WandbProcess:
   def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
     self._send(write={**values, "step": step})
 
-  def summary(self, values: Mapping[str, float]) -> None:
-    self._send(summary=dict(values))
-
-  def close(self, exit_code: int = 0) -> None:
-    self._send(close=exit_code)
+  def close(self, exit_code: int = 0, summary: Mapping[str, float] | None = None) -> None:
+    self._send(close=exit_code, summary=dict(summary or {}))
     assert self._process.stdin
     self._process.stdin.close()
     if self._process.wait() != 0:
@@ -102,14 +104,12 @@ class WandbProcess:
 
 
 def _run_id(workdir: pathlib.Path) -> str:
-  """The same id at every start of this workdir, so that a restart continues the same curves."""
+  """The same id at every start in this workdir, so that a restart continues the same curves."""
   path = workdir / RUN_ID_FILE
   if path.exists() and (run_id := path.read_text().strip()):
     return run_id
   run_id = secrets.token_hex(4)
-  temporary = path.with_name(path.name + ".tmp")
-  temporary.write_text(run_id + "\n")
-  os.replace(temporary, path)
+  write_atomically(path, f"{run_id}\n".encode())
   return run_id
 
 
@@ -117,10 +117,10 @@ def _run_id(workdir: pathlib.Path) -> str:
 
 
 class _RowCounter:
-  """W&B's own step: the number of the next row, kept on disk.
+  """W&B's own step: the number of the next row, stored on disk.
 
-  W&B drops rows whose own step does not grow, so that step must not be the training step, which
-  goes back when a run resumes from a checkpoint. And it must go on across restarts: offline, each
+  W&B drops rows whose own step does not grow, so it cannot be the training step, which goes back
+  when a run resumes from a checkpoint. And it must keep growing across restarts: offline, each
   start leaves a folder, and all of them are uploaded into one run later.
   """
 
@@ -135,7 +135,7 @@ class _RowCounter:
 
 
 def _choose_mode(wandb: Any, mode: str) -> str:
-  """auto: what WANDB_MODE says, else online if W&B finds credentials, without asking or network."""
+  """auto: WANDB_MODE if set, else online if W&B finds credentials, without prompt or network."""
   if mode != "auto":
     return mode
   if chosen := os.environ.get("WANDB_MODE"):
@@ -154,10 +154,10 @@ def _start_run(wandb: Any, spec: dict[str, Any], say: Callable[[str], None]) -> 
     console="off",
     use_dot_wandb=False,
     x_stats_pid=spec["parent"],
-    init_timeout=spec["linger"] / 2,  # a run that ends at once still has time to go offline
+    init_timeout=spec["grace"] / 2,  # a run that ends at once still has time to go offline
     stop_fn=lambda: say("W&B asks to stop this run; ignored: stop it with ctrl-C"),
   )
-  keys = ("name", "group", "tags", "job_type", "project", "entity")
+  keys = ("name", "group", "tags", "project", "entity")
   options = {key: spec["run"].get(key) or None for key in keys}
 
   def init(mode: str) -> Any:
@@ -176,7 +176,7 @@ def _start_run(wandb: Any, spec: dict[str, Any], say: Callable[[str], None]) -> 
     run = init(mode)
   except Exception as e:
     traceback.print_exc()
-    say(f"W&B cannot be reached ({_first_line(e)}); recording offline")
+    say(f"W&B cannot be reached ({first_line(e)}); recording offline")
     wandb.teardown()  # the service still holds the run id
     mode = "offline"
     run = init(mode)
@@ -188,25 +188,18 @@ def _start_run(wandb: Any, spec: dict[str, Any], say: Callable[[str], None]) -> 
   return run
 
 
-def _define_axes(run: Any) -> None:
+def _serve(messages: Any, say: Callable[[str], None]) -> None:
+  spec = json.loads(next(messages))
+  sys.argv = spec["argv"]  # what W&B shows as the command is the training command
+  # A parent that was killed can no longer kill a child that hangs.
+  exit_with_parent(spec["parent"], grace=spec["grace"])
+  import wandb
+
+  run = _start_run(wandb, spec, say)
   for axis in X_AXES:
     run.define_metric(axis)
   run.define_metric("*", step_metric="step")
   run.define_metric("eval/loss", step_metric="step", summary="min,last")
-
-
-def _first_line(e: BaseException) -> str:
-  return str(e).strip().split("\n")[0] or type(e).__name__
-
-
-def _serve(messages: Any, say: Callable[[str], None]) -> None:
-  spec = json.loads(next(messages))
-  sys.argv = spec["argv"]  # what W&B shows as the command is the training command
-  threading.Thread(target=_leave_after_parent, args=(spec,), daemon=True).start()
-  import wandb
-
-  run = _start_run(wandb, spec, say)
-  _define_axes(run)
   rows = _RowCounter(pathlib.Path(spec["workdir"]) / "wandb" / "next_row")
   rows.next = max(rows.next, run.step)
   exit_code = 1  # unless the parent says close, it died
@@ -217,26 +210,17 @@ def _serve(messages: Any, say: Callable[[str], None]) -> None:
     if "write" in message:
       run.log(message["write"], step=rows.next, commit=True)
       rows.advance()
-    elif "summary" in message:
-      run.summary.update(message["summary"])
     else:
+      run.summary.update(message["summary"])
       exit_code = message["close"]
   run.finish(exit_code=exit_code)
-
-
-def _leave_after_parent(spec: dict[str, Any]) -> None:
-  """A child that hangs must not outlive a parent that can no longer kill it."""
-  while os.getppid() == spec["parent"]:
-    time.sleep(0.5)
-  time.sleep(spec["linger"])
-  os._exit(1)
 
 
 def _main() -> None:
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent decides when to end
   status = os.dup(1)
-  os.dup2(2, 1)  # whatever prints goes to the log; `status` carries messages only
+  os.dup2(2, 1)  # anything printed goes to the log; `status` carries messages only
 
   def tell(**message: str) -> None:
     try:
@@ -248,7 +232,7 @@ def _main() -> None:
     _serve(iter(sys.stdin.buffer.readline, b""), lambda text: tell(say=text))
   except BaseException as e:
     traceback.print_exc()
-    tell(error=_first_line(e))
+    tell(error=first_line(e))
     sys.exit(1)
 
 

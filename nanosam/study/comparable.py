@@ -1,16 +1,16 @@
-"""Which runs may be compared: those that differ in what is compared, and by seed."""
+"""Which runs may be compared: those that differ only in what is compared, and in their seeds."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from nanosam import config as config_lib
 from nanosam.study.runs import FINISHED, Run
-from nanosam.system.errors import UsageError
+from nanosam.system.errors import UsageError, nearest
 
 REPLICATE = ("seed", "data_seed")
-# The data's fingerprint and the eval set are compared themselves; how often to look is no matter.
+# The data's fingerprint and the eval set are compared themselves; how often a run is evaluated, or
+# warns, makes no difference.
 NOT_COMPARED = {"data.source", "data.vocab_size", "data.repeat", "guard.spike"} | {
   f"eval_{name}" for name in ("every_steps", "steps", "batch_size")
 }
@@ -22,17 +22,18 @@ FOLLOWS = {
   "opt.warmup_steps": "opt.num_train_steps",
   "model.F": "model.D",
 }
+Keys = Mapping[str, Any]
 
 
-def differing_keys(a: Run, b: Run, varied: Iterable[str]) -> list[str]:
+def differing_keys(a: Keys, b: Keys, varied: Iterable[str]) -> list[str]:
   """Settings, beyond `varied` and the seeds, in which two runs differ; a setting that one of the
-  methods does not have is none."""
-  common = a.keys.keys() & b.keys.keys() - {*varied, *REPLICATE, *NOT_COMPARED}
-  return sorted(k for k in common if a.keys[k] != b.keys[k] and not _follows(a.keys, b.keys, k))
+  methods does not have does not count."""
+  common = a.keys() & b.keys() - {*varied, *REPLICATE, *NOT_COMPARED}
+  return sorted(k for k in common if a[k] != b[k] and not _follows(a, b, k))
 
 
-def _follows(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> bool:
-  """Whether a key differs only as its leader does: counts of steps to the nearest, or next."""
+def _follows(a: Keys, b: Keys, key: str) -> bool:
+  """Whether a key differs only in proportion to its leader; steps may be rounded up or down."""
   if key == "opt.perturbed_dtype":
     return a[key] == a["model.dtype"] and b[key] == b["model.dtype"]
   leader = FOLLOWS.get(key)
@@ -49,24 +50,19 @@ def check_comparable(runs: Sequence[Run], varied: Iterable[str]) -> None:
   for key in varied - set(REPLICATE):
     known = {k for r in runs for k in r.keys}
     if key not in known:
-      raise UsageError(f"no run has a setting '{key}': {config_lib.nearest(key, sorted(known))}")
-  # A run without some setting (adamw has no rho) compares with all: so every pair is looked at.
+      raise UsageError(f"no run has a setting '{key}': {nearest(key, sorted(known))}")
+  # A run that lacks some setting (adamw has no rho) agrees with all, so every pair is checked.
   for i, a in enumerate(runs):
     for b in runs[:i]:
-      if keys := differing_keys(b, a, varied):
+      if keys := differing_keys(b.keys, a.keys, varied):
         what = "; ".join(f"{k} is {b.keys[k]} in {b.path}, {a.keys[k]} in {a.path}" for k in keys)
         raise UsageError(
           f"these runs differ in more than {', '.join(sorted(varied))} and seeds: {what}. Compare "
           f"by it (--by=...,{keys[0]}), tune over it (--tune=...,{keys[0]}), or leave runs out"
         )
-  first = runs[0]
   for run in runs[1:]:
-    _check_same_data(first, run)
-
-
-def _check_same_data(a: Run, b: Run) -> None:
-  if what := _data_difference(a, b):
-    raise UsageError(f"{a.path} and {b.path} {what}")
+    if what := _data_difference(runs[0], run):
+      raise UsageError(f"{runs[0].path} and {run.path} {what}")
 
 
 def _data_difference(a: Run, b: Run) -> str:
@@ -82,21 +78,23 @@ def _data_difference(a: Run, b: Run) -> str:
   return ""
 
 
-def families(runs: Iterable[Run], varied: Iterable[str]) -> list[list[Run]]:
-  """Sorts runs so that those of one family may be compared, whatever their `varied` keys.
+def comparable_sets(runs: Iterable[Run], varied: Iterable[str]) -> list[list[Run]]:
+  """Sets of runs that may be compared with each other, whatever their `varied` keys.
 
-  A run that lacks some settings (adamw perturbs nothing) belongs to every family it agrees with.
+  A run that lacks some settings (adamw perturbs nothing) belongs to every set it agrees with.
   """
   varied = set(varied)
   found: list[list[Run]] = []
   for run in sorted(runs, key=lambda r: -len(r.keys)):
-    mine = [
-      family
-      for family in found
-      if not any(differing_keys(run, x, varied) or _data_difference(run, x) for x in family)
+    fitting = [
+      members
+      for members in found
+      if not any(
+        differing_keys(run.keys, x.keys, varied) or _data_difference(run, x) for x in members
+      )
     ]
-    for family in mine:
-      family.append(run)
-    if not mine:
+    for members in fitting:
+      members.append(run)
+    if not fitting:
       found.append([run])
   return found

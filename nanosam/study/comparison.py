@@ -1,18 +1,18 @@
-"""Compares runs: what is better, by how much, and how sure that is.
+"""Paired comparison of runs by their eval loss.
 
-Runs that agree in the --by keys are a group; in a group, runs that agree in the --tune keys are a
-cell, and its runs differ by seed alone. The best cell of each group, judged on the seeds that all
+Runs that agree in the --by keys are a group. Within a group, runs that agree in the --tune keys
+are a cell; its runs differ only by seed. The best cell of each group, judged on the seeds that all
 its cells have, is compared with the baseline's best cell, run by run: only runs with the same seed
-and data_seed are paired, which takes the luck of the draw that both share out of the difference.
+and data_seed are paired, which removes the luck that both share from the difference.
 
-Three intervals, each by Student's t (see nanosam/paired.py):
-  both    other seeds, data orders and eval text: the one to quote, from two pairs on
+Three intervals, each by Student's t (see nanosam/study/paired.py):
+  both    other seeds, data orders and eval text: the one to quote, given two or more pairs
   seeds   other seeds and data orders, on this eval set
   units   other eval text, for these very runs; all there is with one pair, and it says nothing
           about seeds
-No interval covers the choice of the best cell: a seed that took part in tuning flatters its group.
+No interval covers the choice of the best cell: a seed that was used for tuning flatters its group.
 
-Views: the loss after the last step; at the largest compute (or training time) that all runs
+Views: the loss after the last step; or at the largest compute (or training time) that all runs
 reached, read off the eval curves. A curve read before its end is in mid-schedule, where the
 learning rate is still high: for a fair race train with a schedule for that budget.
 """
@@ -29,15 +29,16 @@ import numpy as np
 from nanosam import config as config_lib
 from nanosam.study import paired, tables
 from nanosam.study.comparable import check_comparable
-from nanosam.study.runs import DIVERGED, FINISHED, Run
+from nanosam.study.runs import AXES, DIVERGED, FINISHED, Run
 from nanosam.system.errors import UsageError, UserError
 
-AXES = {"steps": "step", "compute": "compute", "time": "time"}  # view: field of an eval record
+CONFIDENCE = 0.95
+VIEWS = {name: axis for name, axis in AXES.items() if name != "tokens"}  # tokens go with steps
 
 
 @dataclasses.dataclass
 class Cell:
-  """Runs of one setting: they differ by seed alone."""
+  """Runs of one setting: they differ only by seed."""
 
   settings: dict[str, Any]  # of the tuned keys
   losses: dict[tuple[int, int], float]  # by (seed, data_seed); inf where the run diverged
@@ -63,7 +64,7 @@ class Group:
   cells: list[Cell]
   best: Cell
   difference: Difference | None = None
-  to_target: float | None = None  # where the curve, averaged over seeds, meets it; None: nowhere
+  to_target: float | None = None  # where the curve, averaged over seeds, reaches it; None: nowhere
 
   @property
   def mean(self) -> float:
@@ -77,7 +78,7 @@ class Group:
     return float(np.std(losses, ddof=1)) if several else None
 
   def spent(self, name: str) -> float:
-    """Tokens, compute or time of a whole run, mean over seeds."""
+    """Tokens, compute or time of a whole run, averaged over seeds."""
     spent = [r.evals[-1].get(name, math.nan) for r in self.best.runs.values()]
     return float(np.mean(spent)) if spent else math.nan
 
@@ -109,30 +110,32 @@ def compare(
   baseline: str = "adamw",
   view: str = "steps",
   target: float | None = None,
-  confidence: float = 0.95,
+  confidence: float = CONFIDENCE,
 ) -> Report:
   """Refuses (UsageError) runs that differ in more than `by`, `tune` and their seeds."""
-  config_lib.lookup("view", view, AXES)
+  axis = config_lib.lookup("view", view, VIEWS).key
   runs = [r for r in runs if r.state in (FINISHED, DIVERGED)]
   finished = [r for r in runs if r.state == FINISHED]
   if not finished:
-    raise UserError("no finished run to compare: train some first, with launch/sweep.py say")
+    raise UserError(
+      "no finished run to compare: train some first, for example with launch/sweep.py"
+    )
   check_comparable(runs, {*by, *tune})
-  for run in finished if view != "steps" else ():
-    if any(AXES[view] not in r for r in run.evals):
-      raise UserError(f"{run.path} has evaluations without '{AXES[view]}': use another --view")
-  budget = None if view == "steps" else min(r.evals[-1][AXES[view]] for r in finished)
+  for run in finished:
+    if any(axis not in r for r in run.evals):
+      raise UserError(f"{run.path} has evaluations without '{axis}': use another --view")
+  budget = None if view == "steps" else min(r.evals[-1][axis] for r in finished)
   notes = _environment_notes(finished)
   if budget is not None:
     notes += _schedule_notes(finished, view, budget)
   groups = [
-    _group(label, members, by, tune, view, budget) for label, members in _split(runs, by).items()
+    _group(label, members, by, tune, axis, budget) for label, members in _split(runs, by).items()
   ]
   groups.sort(key=lambda g: (g.label != baseline, g.mean))
   for group in groups:
     notes += _tuning_notes(group, tune)
   if flattered := [g.label for g in groups if len(g.cells) > 1 and len(g.best.losses) > 1]:
-    notes.append(f"among the seeds averaged is the one tuned on: {', '.join(flattered)}")
+    notes.append(f"the mean includes the seed that was tuned on: {', '.join(flattered)}")
   report = Report(view, baseline, budget, target, groups, notes)
   if base := report.group(baseline):
     notes += _seed_notes(groups)
@@ -150,12 +153,12 @@ def compare(
     notes.append(f"there is no baseline '{baseline}' among {labels}: no differences")
   if report.target is not None:
     for group in groups:
-      group.to_target = _to_target(group.best, AXES[view], report.target)
+      group.to_target = _to_target(group.best, axis, report.target)
   return report
 
 
 def _split(runs: Iterable[Run], keys: Sequence[str]) -> dict[str, list[Run]]:
-  """By label: short, unless that makes two values look alike."""
+  """By label: short, unless two values would then look alike."""
   parts: dict[tuple[Any, ...], list[Run]] = collections.defaultdict(list)
   for run in runs:
     parts[tuple(run.keys.get(k) for k in keys)].append(run)
@@ -170,13 +173,13 @@ def _group(
   members: list[Run],
   by: Sequence[str],
   tune: Sequence[str],
-  view: str,
+  axis: str,
   budget: float | None,
 ) -> Group:
   def loss(run: Run) -> float:
     if run.state == DIVERGED:
       return math.inf
-    x, y = run.curve(AXES[view])
+    x, y = run.curve(axis)
     return float(y[-1] if budget is None else np.interp(budget, x, y))
 
   cells = []
@@ -191,7 +194,7 @@ def _group(
 
 
 def _refuse_same_seeds(runs: Iterable[Run]) -> None:
-  """Runs of one cell may still differ in what is not compared, as how often they are evaluated."""
+  """Runs of one cell may still differ in what is not compared, such as how often they evaluate."""
   seen: dict[tuple[int, int], Run] = {}
   for run in runs:
     if other := seen.get(run.replicate):
@@ -205,8 +208,8 @@ def _refuse_same_seeds(runs: Iterable[Run]) -> None:
 def difference(
   cell: Cell, base: Cell, confidence: float, sequences: bool = True
 ) -> Difference | None:
-  """Of the runs that share their seeds; None without any, or where one diverged, since a mean over
-  the survivors would flatter. `sequences`: also over eval text."""
+  """Between runs that share their seeds; None if there are none, or if one diverged, since a mean
+  over the survivors would flatter. `sequences`: intervals over eval text too."""
   common = [r for r in cell.losses if r in base.losses]
   if not common or not all(r in cell.runs and r in base.runs for r in common):
     return None
@@ -225,7 +228,7 @@ def difference(
 
 
 def reach(x: np.ndarray, y: np.ndarray, target: float) -> float | None:
-  """Where a curve first meets the target, between its points by a straight line."""
+  """Where a curve first reaches the target, interpolated between its points."""
   below = np.flatnonzero(y <= target)
   if not len(below):
     return None
@@ -259,9 +262,7 @@ def _tuning_notes(group: Group, tune: Sequence[str]) -> list[str]:
         )
   seeds = [set(c.losses) for c in group.cells]
   if len(seeds) > 1 and not set.intersection(*seeds):
-    notes.append(
-      f"warning: {group.label}: its settings share no seed, so luck takes part in tuning"
-    )
+    notes.append(f"warning: {group.label}: its settings share no seed, so tuning is partly luck")
   for cell in group.cells:
     if bad := [str(seed) for (seed, _), loss in cell.losses.items() if not math.isfinite(loss)]:
       where = ", ".join(f"{k}={tables.show(v)}" for k, v in cell.settings.items())
@@ -272,27 +273,27 @@ def _tuning_notes(group: Group, tune: Sequence[str]) -> list[str]:
 def _seed_notes(groups: Sequence[Group]) -> list[str]:
   every = set().union(*(g.best.losses for g in groups))
   return [
-    f"missing seeds: {g.label} has no run with (seed, data_seed) {missing}; others have"
+    f"missing seeds: {g.label} has no run with (seed, data_seed) {missing}; others do"
     for g in groups
     if (missing := ", ".join(map(str, sorted(every - set(g.best.losses)))))
   ]
 
 
 def _schedule_notes(runs: Sequence[Run], view: str, budget: float) -> list[str]:
-  early = [r for r in runs if r.evals[-1][AXES[view]] > 1.02 * budget]
-  notes = []
+  axis, notes = VIEWS[view].key, []
+  early = [r for r in runs if r.evals[-1][axis] > 1.02 * budget]
   if early:
     notes.append(
       f"warning: {len(early)} of {len(runs)} runs are read before their end, in mid-schedule"
     )
-  if any(r.evals[0][AXES[view]] > budget for r in runs):
-    notes.append(f"warning: some runs have no evaluation within the {view} that all have")
+  if any(r.evals[0][axis] > budget for r in runs):
+    notes.append(f"warning: some runs have no evaluation within the {view} that all reached")
   return notes
 
 
 def _environment_notes(runs: Sequence[Run]) -> list[str]:
   notes = [
-    f"warning: until step {change['step']} {run.path} was made with other settings "
+    f"warning: until step {change['step']} {run.path} was trained with other settings "
     f"({'; '.join(change['keys'])})"
     for run in runs
     for change in run.environment.get("changes", [])
@@ -301,7 +302,7 @@ def _environment_notes(runs: Sequence[Run]) -> list[str]:
   for name in ("git_commit", "packages", "devices"):
     found = {json.dumps(r.environment.get(name), sort_keys=True) for r in runs}
     if len(found) > 1:
-      notes.append(f"warning: the runs were made with {len(found)} different {name}")
+      notes.append(f"warning: the runs were trained with {len(found)} different {name}")
   return notes
 
 
@@ -328,8 +329,8 @@ def _group_json(g: Group) -> dict[str, Any]:
 
 
 def text(report: Report) -> str:
-  """The report as people read it."""
-  unit = {"steps": "steps", "compute": "FLOPs", "time": "s"}[report.view]
+  """The report as a table with notes."""
+  unit = VIEWS[report.view].unit
   where = "after the last step" if report.budget is None else f"at {report.budget:.4g} {unit}"
   found = report.to_json()
   head, rows = tables.comparison(found)

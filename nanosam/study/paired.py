@@ -1,13 +1,13 @@
 """Intervals for paired differences between two methods.
 
 x[s, r] is the difference on unit r of the eval set between two runs that share seed and data order
-s. Both are samples: of trainings that could have been, and of texts that could have been drawn.
-The model is x = mu + seed_s + unit_r + rest_sr with all three random, so the mean over all of x has
-variance var(seed)/S + var(unit)/R + var(rest)/(S R). The mean squares of a two-way layout estimate
-it; how many degrees of freedom the estimate has is Satterthwaite's approximation, and the interval
-is at least as wide as those over seeds or units alone. Few seeds make a wide interval: it is meant
-to be so. In simulations with normal noise and 2 to 5 seeds, 95 % intervals cover the
-truth in 95 to 99 % of cases.
+s. Both are samples: of possible training runs, and of possible eval texts. The model is
+x = mu + seed_s + unit_r + rest_sr with all three random, so the mean over all of x has variance
+var(seed)/S + var(unit)/R + var(rest)/(S R). It is estimated from the mean squares of a two-way
+layout, with Satterthwaite's approximation for the degrees of freedom, and the interval is at least
+as wide as those over seeds or units alone. Few seeds make a wide interval, as they should. In
+simulations with normal noise and 2 to 5 seeds, 95 % intervals cover the truth in 95 to 99 % of
+cases.
 """
 
 import math
@@ -63,8 +63,8 @@ def over_both(x_SxR: np.ndarray, confidence: float) -> Interval | None:
     return Interval(mean, mean, BOTH)
   parts = seeds**2 / (S - 1) + units**2 / (R - 1) + rest**2 / ((S - 1) * (R - 1))
   found = student(mean, total / (S * R), max(total**2 / parts, 1.0), confidence, BOTH)
-  # With two or three seeds that agree by chance, Satterthwaite believes them; but what covers more
-  # is never narrower than what covers less.
+  # If two or three seeds agree by chance, Satterthwaite's interval is too narrow; but an interval
+  # that covers more must not be narrower than one that covers less.
   alone = (over_seeds(row_S, confidence), over_units(x_SxR, confidence))
   half = max(i.high - mean for i in (found, *alone) if i)
   return Interval(mean - half, mean + half, BOTH)
@@ -73,10 +73,10 @@ def over_both(x_SxR: np.ndarray, confidence: float) -> Interval | None:
 def units(difference_SxR: np.ndarray, weight_R: np.ndarray, documents: int | None) -> np.ndarray:
   """Differences of summed losses by sequence -> differences of the mean loss by unit, [S, units].
 
-  Sequences are cut from documents in order, so neighbours may be of one document and are not
-  independent: a unit is a stretch of sequences as long as two average documents (most text sits in
-  documents longer than the average), at least one sequence. The mean over units is the difference
-  of the losses exactly, whatever the weights.
+  Sequences are cut from documents in order, so neighbours may come from one document and are not
+  independent: a unit is a stretch of sequences as long as two average documents (most text is in
+  documents longer than average), and at least one sequence. The mean over units is exactly the
+  difference of the losses, whatever the weights.
   """
   R = len(weight_R)
   length = max(1, math.ceil(2 * R / documents)) if documents else 1

@@ -1,4 +1,4 @@
-"""Runs as they lie on disk, and what makes two of them the same run."""
+"""Runs on disk, and what makes two of them the same run."""
 
 import hashlib
 import json
@@ -16,28 +16,44 @@ import numpy as np
 from nanosam import config as config_lib
 from nanosam.optim import guard
 from nanosam.optim.methods import METHODS
-from nanosam.run import workdir as workdir_lib
-from nanosam.run.log import METRICS_FILE, read_metrics
-from nanosam.run.workdir import SEQUENCES_FILE
+from nanosam.run.metrics_file import METRICS_FILE, read_metrics
+from nanosam.run.record import CONFIG_FILE, ENVIRONMENT, SEQUENCES_FILE, read_config
 from nanosam.system.errors import UserError
 
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
 
-# Of no effect where nothing is perturbed.
+# Keys without effect where nothing is perturbed.
 _OF_PERTURBATION = re.compile(
   r"opt\.(rho.*|phi|angle_form|precond_.*|asam_eta|momentum_sign|perturb.*)"
 )
 
 
+class Axis(NamedTuple):
+  """What an eval loss is plotted against."""
+
+  key: str  # of an eval record
+  unit: str
+  label: str
+
+
+AXES = {
+  "steps": Axis("step", "steps", "steps"),
+  "tokens": Axis("tokens", "tokens", "tokens"),
+  "compute": Axis("compute", "FLOPs", "compute (FLOPs)"),
+  "time": Axis("time", "s", "training time (s)"),
+}
+
+
 def training_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The settings that decide a run's result, flat; keys younger than the run have their default."""
-  values = {**config_lib.flat(config_lib.default()), **config_lib.flat(config)}
+  """The settings that decide a run's result, flat; keys added since the run have their default."""
+  stored = config_lib.flat(config_lib.current(config))
+  values = {**config_lib.flat(config_lib.default()), **stored}
   plain = METHODS[values["opt.method"]].direction is None
   return {
     key: value
     for key, value in values.items()
     if not config_lib.FREE_KEYS.fullmatch(key)
-    and not key.startswith(workdir_lib.ENVIRONMENT + ".")
+    and not key.startswith(ENVIRONMENT + ".")
     and not (plain and _OF_PERTURBATION.fullmatch(key))
   }
 
@@ -45,8 +61,8 @@ def training_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 def run_id(config: Mapping[str, Any]) -> str:
   """A readable name and a hash of the settings.
 
-  Only settings that are not the default's enter the hash: a key added to the code later does not
-  rename the runs that exist.
+  Only settings that differ from the default enter the hash: a key added to the code later does not
+  rename existing runs.
   """
   keys, usual = training_keys(config), config_lib.flat(config_lib.default())
   special = {k: v for k, v in keys.items() if v != usual.get(k)}
@@ -70,27 +86,27 @@ class Run(NamedTuple):
 
   @property
   def replicate(self) -> tuple[int, int]:
-    """Runs that share it began with the same parameters and saw the same data in the same order."""
+    """Runs that share it start from the same parameters and see the same data in the same order."""
     return self.keys["seed"], self.keys["data_seed"]
 
   @property
   def steps(self) -> int:
     return self.keys["opt.num_train_steps"]
 
-  def curve(self, axis: str) -> tuple[np.ndarray, np.ndarray]:
-    """(step, compute or time; eval loss) of every evaluation."""
-    x = np.array([record[axis] for record in self.evals], float)
+  def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """(x, eval loss) of every evaluation; `key` is that of an axis."""
+    x = np.array([record[key] for record in self.evals], float)
     return x, np.array([record["eval/loss"] for record in self.evals], float)
 
 
 def read_run(path: pathlib.Path) -> Run:
   """Raises a UserError if there is no run in `path`, or a damaged one."""
-  config = workdir_lib.read_config(path)
-  environment = config.pop(workdir_lib.ENVIRONMENT, {})
+  config = read_config(path)
+  environment = config.pop(ENVIRONMENT, {})
   try:
     keys = training_keys(config)
   except KeyError as e:
-    raise UserError(f"{path}: config.json is of another program or version: no {e}") from e
+    raise UserError(f"{path}: config.json is from another program or version: it has no {e}") from e
   metrics = path / METRICS_FILE
   records = read_metrics(metrics) if metrics.is_file() else []
   evals = [r for r in records if "eval/loss" in r]
@@ -129,23 +145,31 @@ def _aborted(keys: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
 
 
 def find_runs(folders: Iterable[str | pathlib.Path]) -> tuple[list[Run], list[str]]:
-  """Every run at or below the folders, and a line for each that cannot be used whole.
+  """Every run at or below the folders, and a line for each that cannot be used in full.
 
-  Refuses (UserError) one run in two places.
+  Refuses (UserError) copies of one run, which would count as two seeds.
   """
   runs, notes = all_runs(folders)
-  refuse_twins(runs)
+  seen: dict[str, pathlib.Path] = {}
+  for run in runs:
+    name = run_id(run.keys)
+    if name in seen:
+      raise UserError(
+        f"{seen[name]} and {run.path} are one run (same settings and seeds, id {name}): "
+        "it would count twice; move one of them away"
+      )
+    seen[name] = run.path
   return runs, notes
 
 
 def all_runs(folders: Iterable[str | pathlib.Path]) -> tuple[list[Run], list[str]]:
-  """As find_runs, with every copy of a run."""
+  """Like find_runs, with every copy of a run."""
   paths: dict[pathlib.Path, pathlib.Path] = {}  # by real path: a folder given twice counts once
   for folder in map(pathlib.Path, folders):
     if not folder.is_dir():
-      raise UserError(f"no such folder: {folder}; give workdirs, or folders that hold them")
+      raise UserError(f"no such folder: {folder}; give workdirs, or folders of workdirs")
     found = {p.parent for p in folder.rglob(METRICS_FILE)}
-    found |= {p.parent for p in folder.rglob(workdir_lib.CONFIG_FILE) if "wandb" not in p.parts}
+    found |= {p.parent for p in folder.rglob(CONFIG_FILE) if "wandb" not in p.parts}
     paths |= {p.resolve(): p for p in sorted(found)}
   runs, notes = [], []
   for path in paths.values():
@@ -166,17 +190,4 @@ def _why_not(run: Run) -> str:
     return f"diverged {where}"
   if run.evals and run.evals[-1]["step"] == run.steps:
     return f"its {SEQUENCES_FILE} is not of the last step: {write_again(run.path)}"
-  return f"is half-written: it stands {where}; run its command again to go on"
-
-
-def refuse_twins(runs: Iterable[Run]) -> None:
-  """The same run twice would count as two seeds."""
-  seen: dict[str, pathlib.Path] = {}
-  for run in runs:
-    name = run_id(run.keys)
-    if name in seen:
-      raise UserError(
-        f"{seen[name]} and {run.path} are one run (same settings and seeds, id {name}): "
-        "it would count twice; move one of them away"
-      )
-    seen[name] = run.path
+  return f"unfinished {where}; run its command again to resume it"

@@ -1,14 +1,14 @@
-"""Comparisons as people read them: rows of words, as plain text or Markdown.
+"""Comparisons as tables of text, plain or Markdown.
 
-They are made from the JSON form of a comparison (compare.Report.to_json), so that one on file reads
-like one just made; null stands for a loss that is not finite.
+They are built from the JSON form of a comparison (comparison.Report.to_json), so that a stored one
+reads like a new one; null stands for a loss that is not finite.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-# What people call the keys that are tuned or swept.
+# Short names of keys that are tuned or swept.
 SHORT = {
   "opt.peak_learning_rate": "lr",
   "opt.weight_decay": "wd",
@@ -16,7 +16,7 @@ SHORT = {
   "model.D": "width",
   "model.L": "length",
 }
-WIDEST_CLAIM_FIRST = ("both", "seeds", "units")  # intervals, see nanosam/paired.py
+WIDEST_CLAIM_FIRST = ("both", "seeds", "units")  # intervals, see study/paired.py
 
 
 class Table(NamedTuple):
@@ -43,7 +43,7 @@ def interval(group: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def covered(report: Mapping[str, Any]) -> list[str]:
-  """What the intervals of a comparison speak about."""
+  """What the intervals of a comparison cover."""
   return sorted({i["covers"] for g in report["groups"] if (i := interval(g))})
 
 
@@ -82,7 +82,7 @@ def _published(paper: Mapping[str, float | None], label: str, baseline: str) -> 
 
 
 def cells(report: Mapping[str, Any]) -> Table:
-  """All that was tried, not only what won."""
+  """Everything that was tried, not only what won."""
   rows = []
   for g in report["groups"]:
     tried = [({k: v for k, v in c.items() if k != "losses"}, c["losses"]) for c in g["cells"]]
@@ -97,7 +97,7 @@ def cells(report: Mapping[str, Any]) -> Table:
 
 
 def numeric_columns(table: Table) -> list[bool]:
-  """Which columns hold numbers, and so stand to the right."""
+  """Which columns hold numbers, and so are aligned right."""
   return [any(map(_is_number, column)) for column in _columns(table)]
 
 

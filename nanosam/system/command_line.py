@@ -1,4 +1,4 @@
-"""Command lines whose mistakes end as one line."""
+"""Command lines, on which a mistake ends in one line."""
 
 import argparse
 import pathlib
@@ -22,27 +22,27 @@ class Parser(argparse.ArgumentParser):
     )
 
   def error(self, message: str) -> NoReturn:
-    raise UsageError(f"{message}; {self.prog} --help shows what there is")
+    raise UsageError(f"{message}; {self.prog} --help lists the options")
 
 
 class RunParser(Parser):
-  """Of a command over a run."""
+  """For commands that work on a run."""
 
   def __init__(self, command: str, description: str | None):
     super().__init__(f"python -m nanosam.{command}", description)
-    self.add_argument("--workdir", required=True, help="of the run")
+    self.add_argument("--workdir", required=True, help="workdir of the run")
     self.add_argument("--step", default="latest", help="latest (default), best, or a number")
 
 
 def results_folder(args: argparse.Namespace) -> pathlib.Path:
-  """Where a command over a run leaves its files; writable before it measures."""
+  """Where a command that works on a run writes its files; checked before it measures."""
   if is_remote(args.workdir) and not args.out:
-    raise UsageError(f"{args.workdir} is remote: say where the results go, --out=DIR")
+    raise UsageError(f"{args.workdir} is remote: say where to write the results, --out=DIR")
   out = pathlib.Path(args.out or args.workdir)
   with disk_errors(out):
     if args.out:
       out.mkdir(parents=True, exist_ok=True)
-    if out.is_dir():  # else there is no such run, as its loading will say
+    if out.is_dir():  # otherwise there is no such run, as loading it will say
       tempfile.TemporaryFile(dir=out).close()
   return out
 

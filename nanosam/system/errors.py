@@ -1,8 +1,9 @@
-"""Errors that are the user's to mend, and the one place that prints them."""
+"""Errors that the user can fix, and the one place that prints them."""
 
+import difflib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 class UserError(Exception):
@@ -27,6 +28,13 @@ def first_line(error: BaseException) -> str:
   return (str(error).strip() or type(error).__name__).split("\n")[0]
 
 
+def nearest(word: str, words: Iterable[str]) -> str:
+  """What a misspelled word may have meant."""
+  words = list(words)
+  close = difflib.get_close_matches(word, words, n=3, cutoff=0.5)
+  return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(words)}"
+
+
 def say(line: str) -> None:
   """To stderr, marked as ours: launchers look for such lines in logs."""
   print(f"nanosam: {line}", file=sys.stderr, flush=True)
@@ -39,10 +47,10 @@ def run(main: Callable[[list[str]], None]) -> None:
   except UserError as e:
     say(str(e))
     sys.exit(e.exit_code)
-  except KeyboardInterrupt:  # training and sweeps save first: this is of the other commands
+  except KeyboardInterrupt:  # of other commands than training and sweeps, which save first
     say("stopped")
     sys.exit(130)
   except BrokenPipeError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try again
-    say("stopped: nobody reads the output any more")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or exiting would try again
+    say("stopped: nothing reads the output any more")
     sys.exit(UserError.exit_code)

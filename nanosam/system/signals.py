@@ -1,4 +1,4 @@
-"""Stopping on request: SIGTERM and ctrl-C ask for a save, a second ctrl-C leaves at once."""
+"""Stopping on request: SIGTERM and ctrl-C save first, a second ctrl-C exits at once."""
 
 import contextlib
 import os
@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 from nanosam.system.errors import Interrupted
 
-_NOTHING_LOST = "stopped before the next step, nothing is lost; run the same command to go on"
+_NOTHING_LOST = "stopped before the next step, nothing is lost; run the same command to continue"
 
 
 class StopRequest:
-  """True once somebody asked the run to stop.
+  """True once the run was asked to stop.
 
-  Python runs signal handlers between bytecodes of the main thread only, which may sit in the
-  compiler for minutes. The wakeup descriptor is written by the C handler itself, so a thread that
-  reads it notices at once.
+  Python runs signal handlers only between bytecodes of the main thread, which may be compiling for
+  minutes. The wakeup descriptor is written by the C handler itself, so a thread that reads it
+  notices at once.
   """
 
   def __init__(self) -> None:
@@ -34,7 +34,7 @@ class StopRequest:
 
   @contextlib.contextmanager
   def nothing_to_save(self) -> Iterator[None]:
-    """Inside, a request ends the process at once: before the first step it has nothing to lose."""
+    """Inside, a request ends the process at once, as there is nothing to save."""
     self._nothing_to_save = True
     if self:
       raise Interrupted(_NOTHING_LOST)
@@ -42,9 +42,9 @@ class StopRequest:
     self._nothing_to_save = False
 
   def share(self) -> None:
-    """Several processes must stop at the same step; JAX finds one when any of them gets a SIGTERM.
+    """Several processes must stop at the same step; JAX agrees on one when any gets a SIGTERM.
 
-    JAX has its own handler for that signal by now; what is left to us is to turn ctrl-C into it.
+    JAX has its own handler for that signal by now, so all that is left is to turn ctrl-C into it.
     """
     self._shared = True
 
@@ -57,11 +57,11 @@ class StopRequest:
         _say(_NOTHING_LOST)
         os._exit(Interrupted.exit_code)
       if self._asked == 1:
-        _say("stopping at the next step, after saving; ctrl-C again leaves at once without saving")
+        _say("stopping at the next step, after saving; ctrl-C again exits at once without saving")
         if self._shared:
           os.kill(os.getpid(), signal.SIGTERM)
       elif byte[0] == signal.SIGINT:
-        _say("left at once; the last checkpoint is what the same command resumes from")
+        _say("exited without saving; the same command resumes from the last checkpoint")
         os._exit(130)
 
   def __enter__(self) -> "StopRequest":

@@ -4,13 +4,14 @@ import json
 
 import numpy as np
 import pytest
+from helpers.drawn import read_figure
 from helpers.training import assert_same_run
 
 from nanosam import sharpness as command
 from nanosam.curvature import sharpness
 from nanosam.curvature.diagnostics import validation_rows
 from nanosam.run import restore
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.system import errors
 
 QUICK = ("--batches=2", "--batch_size=4", "--directions=1", "--rho=0.01,0.1")
@@ -91,8 +92,12 @@ def test_the_command(commands, whole, found, tmp_path):
   written = json.loads((tmp_path / "out" / sharpness.FILE).read_text())
   for name in ("lambda_max", "trace_H", "tau_logit", "tau_precond_func"):
     assert written[name]["value"] == pytest.approx(found[1][name]["value"], rel=1e-2)
-  for kind in ("svg", "png"):
-    assert (tmp_path / "out" / f"sharpness.{kind}").stat().st_size > 1000
+  drawn = read_figure(tmp_path / "out" / "sharpness")
+  assert {"top eigenvector", "random directions"} <= {*drawn.words}
+  random, top, parabola = drawn.lines
+  assert top.follows(written["landscape"]["top"])
+  assert random.follows(written["landscape"]["random"][0])
+  assert len(parabola.y) == len(top.y)
   assert not (whole / sharpness.FILE).exists()
 
 
@@ -110,7 +115,7 @@ def test_errors(whole, tmp_path):
   assert "between 0 and 1" in error(there, "--sem=0")
   assert "positive" in error(there, "--rho=0.1,-1")
   assert "holds no run" in error(f"--workdir={tmp_path}")
-  assert "say where the results go, --out=DIR" in error("--workdir=gs://bucket/run")
+  assert "say where to write the results, --out=DIR" in error("--workdir=gs://bucket/run")
   assert "choose latest, best or one of 12, 16" in error(there, "--step=13")
   message = error(there, "--batch_size=100000")
   assert "400000 sequences of 32 tokens" in message and "lower --batches or" in message
@@ -145,4 +150,7 @@ def test_diagnostics_leave_a_run_as_it_is(commands, whole, tmp_path):
     assert record.get("compute", compute.get(record["step"])) == compute.get(record["step"])
   drawn = commands("plots", f"--workdir={workdir}", "--what=tau", f"--out={tmp_path / 'taus'}")
   assert drawn.code == 0, drawn.err
-  assert (tmp_path / "taus.png").stat().st_size > 1000
+  figure = read_figure(tmp_path / "taus")
+  assert {"τlogit", "τfunc", "τcross", "step"} <= {*figure.words}
+  for line, path in zip(figure.lines, ("logit", "func", "cross"), strict=False):
+    assert line.follows([record[f"tau/{path}"] for record in records])

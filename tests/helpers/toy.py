@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from helpers.batches import random_batch
@@ -86,3 +87,7 @@ grad = jax.jit(jax.grad(loss_fn), static_argnums=2)
 
 def scaled(direction, rho):
   return jax.tree.map(lambda d: rho * d / optax.tree.norm(direction), direction)
+
+
+def close(a, b, rtol=1e-9, atol=1e-12):
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)

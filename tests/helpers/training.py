@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = ROOT / "tests" / "helpers" / "tiny_config.py"

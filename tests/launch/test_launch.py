@@ -136,14 +136,14 @@ jax.distributed.shutdown()
 
 def test_launchers_say_what_is_missing(start, stand_ins):
   code, out = ended(start(sys.executable, "launch/local.py", "--processes=2"))
-  assert code == 2 and out.startswith("nanosam: say --processes=N"), out
+  assert code == 2 and out.startswith("nanosam: give --processes=N"), out
   code, out = ended(start(sys.executable, "launch/local.py", "--processes=2", "--", "nosuch"))
   assert code == 2 and out.startswith("nanosam: cannot run nosuch: "), out
   pod = ["bash", "launch/tpu_pod.sh"]
   for words, message in (
-    ([], "say what to do"),
+    ([], "usage: bash launch/tpu_pod.sh run|logs"),
     (["sing", "name"], "unknown command 'sing'"),
-    (["run", "name", "--config.workdir=runs/here"], "say --config.workdir=gs://"),
+    (["run", "name", "--config.workdir=runs/here"], "set --config.workdir=gs://"),
   ):
     code, out = ended(start(*pod, *words, **stand_ins.environment))
     assert code == 2 and message in out, out
@@ -193,7 +193,7 @@ def test_a_pod_is_made_restarted_and_deleted(start, stand_ins):
 def test_a_pod_that_is_taken_away_is_made_again(start, stand_ins):
   code, out = ended(pod(start, stand_ins, "preempted\n0\n", KEEP="1"))
   assert code == 0, out
-  assert "slice was taken away" in out
+  assert "slice was preempted" in out
   assert len(stand_ins.tpu_calls("create")) == 2 and len(stand_ins.trainings()) == 4
   assert (stand_ins.root / "state").read_text().strip() == "ACTIVE"  # kept, as asked
 
@@ -251,8 +251,8 @@ def test_a_sweep_on_tpus_brings_its_records_home(start, stand_ins, tmp_path, who
       "-c",
       f"""
 import pathlib
-from nanosam.study import sweep
-print(sweep.plan(sweep.load({str(tmp_path / "one_run.py")!r}), pathlib.Path("x"))[0].id)""",
+from nanosam.study import sweeps
+print(sweeps.make_jobs(sweeps.load({str(tmp_path / "one_run.py")!r}), pathlib.Path("x"))[0].id)""",
     )
   )[1].strip()
   bucket = stand_ins.root / "bucket" / "b" / name

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from helpers.drawn import read_figure
 from helpers.lab import BEST, BEST_RHO, lab, loss
 from helpers.made_up_runs import write_run
 from helpers.scripts import load_script
@@ -8,9 +9,11 @@ from helpers.training import ROOT
 
 from nanosam import config as config_lib
 from nanosam.paper import findings, protocol, published
+from nanosam.paper.experiments import EXPERIMENTS
 from nanosam.system.errors import UsageError, UserError
 
 reproduce = load_script("scripts/reproduce.py")
+BLACK, BLUE, RED = "#000000", "#0072B2", "#D55E00"  # of adamw, precond_func_sam, sam
 
 
 def fill(tmp_path, specs, loss):
@@ -30,15 +33,15 @@ def test_counted_flops_are_the_formula(method, body, head):
   assert protocol.step_flops(c, V) == token * c.batch_size * m.L
 
 
-@pytest.mark.parametrize("name", protocol.EXPERIMENTS)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 @pytest.mark.parametrize("scale", ["mini", "paper"])
 def test_every_stage_plans_valid_runs(tmp_path, name, scale, monkeypatch):
   monkeypatch.setattr(protocol, "step_flops", lambda c, V: 1 if c.opt.method == "adamw" else 2)
   it = lab(tmp_path, name, scale, dry=True)
   for stage in it.stages:
-    planned = reproduce.plan(it, stage)
+    planned = it.jobs(stage)
     methods = {p.config.opt.method for p in planned}
-    expected = {"baseline": {"adamw"}, "factors": set(it.factor_methods)}
+    expected = {"baseline": {"adamw"}, "factors": set(protocol.FACTOR_METHODS)}
     assert methods == expected.get(stage, set(it.methods))
     for p in planned:
       assert p.config.seed == p.config.data_seed  # what pairs the methods
@@ -46,6 +49,24 @@ def test_every_stage_plans_valid_runs(tmp_path, name, scale, monkeypatch):
   for setting in it.settings:
     if setting.paper:
       assert set(losses.get(setting.paper, it.methods)) <= set(it.methods)
+
+
+# Table of the paper: how many sizes or activations, and its methods without adamw.
+TABLES = {"table1": (1, 5), "table2": (4, 3), "table3": (4, 3), "table4": (1, 3)}
+TABLES |= {"table5": (2, 2), "table6": (1, 3)}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_runs_of_each_table_at_the_papers_scale(name, tmp_path):
+  settings, methods = TABLES[name]
+  it = lab(tmp_path, name, "paper", dry=True, seeds=2)
+  tuning, seeds = it.jobs("rho"), it.jobs("seeds")
+  assert len(tuning) == settings * (1 + 4 * methods)  # four values of rho
+  assert len(seeds) == settings * (1 + methods) * 2
+  for job in tuning + seeds:
+    assert f"--config.wandb.tags={name}" in job.command
+    (seed,) = (word.split("=")[1] for word in job.command if word.startswith("--config.seed="))
+    assert f"--config.data_seed={seed}" in job.command
 
 
 def test_stages_build_on_each_other(tmp_path):
@@ -82,8 +103,9 @@ def test_half_as_many_steps_cost_the_same(tmp_path):
   steps = it.config(it.settings[0], "adamw").opt.num_train_steps
   for method, half in (("adamw", 4), ("sam", 1)):
     n = half * steps // 2
-    assert lengths[method] == {"opt.num_train_steps": n, "opt.warmup_steps": n // 10}
-  assert steps // 2 < lengths["momentum_func_sam"]["opt.num_train_steps"] < steps
+    length = it.length(it.settings[0], lengths[method])
+    assert length == {"opt.num_train_steps": n, "opt.warmup_steps": n // 10}
+  assert steps // 2 < lengths["momentum_func_sam"] < steps
 
 
 def test_report_of_made_up_runs(tmp_path, capsys):
@@ -111,12 +133,41 @@ def test_report_of_made_up_runs(tmp_path, capsys):
     "factor untied",
   }
   text = (tmp_path / "table1" / "table.md").read_text()
-  assert "| 3.86 | -0.04 |" in text and "### factor untied" in text
-  for figure in ("svg", "png"):
-    assert (tmp_path / "table1" / f"differences.{figure}").stat().st_size > 1000
-  for name, figure in (("fig1", "curves"), ("fig3", "rho")):
+  assert "| 3.86 | -0.04 |" in text and "<summary>factor untied</summary>" in text
+  check_differences(read_figure(tmp_path / "table1" / "differences"), groups)
+  for name in ("fig1", "fig3"):
     findings.write_report(lab(tmp_path, name), ["reproduce.py"])
-    assert (tmp_path / name / f"{figure}.svg").is_file()
+  check_curves(read_figure(tmp_path / "fig1" / "curves"))
+  check_rho(read_figure(tmp_path / "fig3" / "rho"), lab(tmp_path, "fig3"))
+
+
+def check_differences(drawn, groups):
+  """A mean in its interval for each method, to scale, and the line that is AdamW."""
+  assert "eval loss minus adamw, 95% interval (left is better); x: the paper" in drawn.words
+  (zero,) = drawn.of(BLACK)
+  found = {}
+  for method, colour in (("precond_func_sam", BLUE), ("sam", RED)):
+    assert method in drawn.words
+    interval, mean = drawn.of(colour)
+    assert interval.x[0] < mean.x[0] < interval.x[1]
+    found[method] = (mean.x[0] - zero.x[0]) / groups[method]["difference"]
+  assert found["sam"] > 0 and found["precond_func_sam"] == pytest.approx(found["sam"])
+
+
+def check_curves(drawn):
+  """Losses that fall, AdamW's above SAM's, and beside them SAM's distance below zero."""
+  assert {"adamw", "sam", "steps", "eval loss", "eval loss minus adamw"} <= {*drawn.words}
+  (adamw, zero), (sam, gap) = drawn.of(BLACK), drawn.of(RED)
+  assert adamw.y[1] < adamw.y[0] and all(sam.y < adamw.y) and all(gap.y < zero.y)
+
+
+def check_rho(drawn, it):
+  """Each method's loss at every rho, lowest at its best, where both are below AdamW's."""
+  assert {"precond_func_sam", "sam", "adamw", f"{BEST_RHO:g}"} <= {*drawn.words}
+  (adamw,) = drawn.of(BLACK)
+  for colour in (BLUE, RED):
+    (line,) = drawn.of(colour)
+    assert len(line.y) == len(it.rms) and line.y.argmin() == 1 and line.y[1] < adamw.y[0]
 
 
 def test_dry_run_costs(capsys, tmp_path):

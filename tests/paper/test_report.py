@@ -15,7 +15,7 @@ from helpers.made_up_runs import write_full_run, write_run, write_study
 from helpers.scripts import load_script
 from helpers.training import ROOT
 
-from nanosam.paper import findings, page, protocol, report
+from nanosam.paper import findings, page, protocol
 from nanosam.study import comparison, runs
 from nanosam.system.errors import UsageError, UserError
 
@@ -154,7 +154,7 @@ def test_sharpness_beside_the_paper(tmp_path):
     "measured": {"width 64": {"sharpness": {"adamw": [{"lambda_max": {"value": 9.5}}]}}},
     "paper_sharpness": {"23.9M": {"adamw": {"lambda_max": 10.61}}},
   }
-  grid, figures = report.measured_blocks(results, "width 64", "23.9M", "x")
+  grid, figures = findings.measured_blocks(results, "width 64", "23.9M", "x")
   assert grid.table.rows[0][:3] == ["adamw", "1", "9.5 (10.61)"] and not figures.figures
 
 
@@ -176,9 +176,9 @@ def test_half_written_and_damaged_are_named_and_left_out(tmp_path, capsys):
   html, markdown = make(tmp_path, out=tmp_path / "out")
   lines = capsys.readouterr().err.splitlines()
   assert len(lines) == 2 and all(line.startswith("nanosam: left out") for line in lines)
-  assert f"{half}: is half-written" in lines[0] and f"{broken}: not what" in lines[1]
+  assert f"{half}: unfinished at" in lines[0] and f"{broken}: not what" in lines[1]
   for text in (html, markdown):
-    assert "is half-written: it stands at step 300 of 1200" in text
+    assert "unfinished at step 300 of 1200" in text
   assert "| adamw | 3.5000 | 0.0000 | 2 |" in markdown
   broken.write_text('{"experiment": "table1", "scale": "mini"}')
   assert "not what scripts/reproduce.py writes (KeyError" in make(tmp_path, out=tmp_path / "out")[1]

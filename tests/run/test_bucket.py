@@ -14,7 +14,7 @@ from nanosam.data.embedded import build_embedded
 from nanosam.run import bucket
 from nanosam.run.bucket import Folder, Lease, RemoteWorkdir
 from nanosam.run.cluster import ALONE
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.system.errors import UsageError, UserError
 
 RUN = "runs/a"
@@ -127,7 +127,7 @@ def test_buckets_that_cannot_be_used(store, tmp_path):
       raise Refused(403, "x does not have storage.objects.create access.")
 
   store.trouble = read_only
-  with pytest.raises(UserError, match=r"does not have .* access.*may write to it"):
+  with pytest.raises(UserError, match=r"does not have .* access.*check the path and your access"):
     RemoteWorkdir(URI, str(tmp_path), ALONE)
 
 

@@ -138,7 +138,7 @@ def test_a_model_of_another_shape_is_not_restored(saved, tmp_path):
   other = abstract(make_state())
   w = other["params"]["w"]
   other["params"]["w"] = jax.ShapeDtypeStruct((64, 64), w.dtype, sharding=w.sharding)
-  with pytest.raises(UserError, match=r"of another model .*\(64, 64\) is not .*\(64, 128\)\)"):
+  with pytest.raises(UserError, match=r"to another model .*\(64, 64\) is not .*\(64, 128\)\)"):
     Checkpoints(workdir, say=lambda text: None).restore_newest(other)
   assert Checkpoints(workdir).steps() == [4, 8]
 

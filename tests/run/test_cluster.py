@@ -16,8 +16,8 @@ from helpers.training import CONFIG, ROOT, Outcome, assert_same_run, steps
 from nanosam import config
 from nanosam.optim.methods import METHODS
 from nanosam.run import cluster
-from nanosam.run.hub import Hub, listen
-from nanosam.run.log import read_metrics
+from nanosam.run.coordinator import Coordinator, listen
+from nanosam.run.metrics_file import read_metrics
 from nanosam.system.errors import UsageError, UserError
 
 RESUMABLE = 75
@@ -72,7 +72,7 @@ def test_slurm_is_detected(monkeypatch):
   assert cluster.find(settings()) is None  # and all devices of the machine stay visible
 
 
-# The hub; its members are threads here.
+# The coordinator; its members are threads here.
 
 
 def members(port: int, ids: list[int], of: int = 0, timeout: float = 60) -> list[object]:
@@ -99,7 +99,7 @@ def run_all(threads: list[threading.Thread]) -> None:
 
 def test_values_are_gathered_in_the_order_of_processes():
   port = free_port()
-  Hub(listen(f"127.0.0.1:{port}"), 3, timeout=60)
+  Coordinator(listen(f"127.0.0.1:{port}"), 3, timeout=60)
   found = members(port, [2, 0, 1])
   results = {}
 
@@ -118,26 +118,26 @@ def test_values_are_gathered_in_the_order_of_processes():
 
 def test_who_did_not_come_is_named(monkeypatch):
   port = free_port()
-  Hub(listen(f"127.0.0.1:{port}"), 4, timeout=4)
+  Coordinator(listen(f"127.0.0.1:{port}"), 4, timeout=4)
   for said in members(port, [0, 2], of=4):
-    assert "process 1, process 3 of 4 did not come" in said
+    assert "process 1, process 3 of 4 did not join" in said
     assert f"0 on {socket.gethostname()}, 2 on" in said
   monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "alpha,beta")
   port = free_port()
-  Hub(listen(f"127.0.0.1:{port}"), 2, timeout=4)
+  Coordinator(listen(f"127.0.0.1:{port}"), 2, timeout=4)
   assert "process 1 (beta) of 2" in members(port, [0], of=2)[0]
 
 
 def test_one_id_twice():
   port = free_port()
-  Hub(listen(f"127.0.0.1:{port}"), 3, timeout=60)
+  Coordinator(listen(f"127.0.0.1:{port}"), 3, timeout=60)
   for said in members(port, [1, 1], of=3):
     assert "two processes have the id 1" in said and "its own cluster.process_id" in said
 
 
 def test_processes_that_disagree_on_their_number():
   port = free_port()
-  Hub(listen(f"127.0.0.1:{port}"), 3, timeout=60)
+  Coordinator(listen(f"127.0.0.1:{port}"), 3, timeout=60)
   (said,) = members(port, [1], of=2)
   assert "expects 2 processes, process 0 expects 3" in said
 
@@ -291,7 +291,7 @@ def test_a_missing_process_on_the_command_line(commands, tmp_path):
   words = [f"--config={CONFIG}", f"--config.workdir={tmp_path}/run"]
   words += ["--config.cluster.num_processes=2", "--config.cluster.timeout=5"]
   words += [f"--config.cluster.coordinator=127.0.0.1:{free_port()}"]
-  for process, parts in ((0, ["process 1 of 2 did not come"]), (1, ["cannot reach the coord"])):
+  for process, parts in ((0, ["process 1 of 2 did not join"]), (1, ["cannot reach the coord"])):
     outcome = commands("train", *words, f"--config.cluster.process_id={process}")
     assert outcome.code == 1
     outcome.says_in_one_line(*parts)

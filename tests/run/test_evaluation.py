@@ -11,7 +11,7 @@ from nanosam.data.tokenizer import train_tokenizer
 from nanosam.model import sharding
 from nanosam.run import evaluation, restore
 from nanosam.run.evaluation import Evaluator, Stopped
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.system import errors
 
 
@@ -56,7 +56,7 @@ def test_sequences_that_were_lost_are_written_again(whole, tmp_path, capsys):
   with np.load(workdir / "eval_sequences.npz") as new, np.load(whole / "eval_sequences.npz") as old:
     assert new["step"] == old["step"]
     np.testing.assert_allclose(new["nll"], old["nll"], rtol=1e-5)
-  with pytest.raises(errors.UsageError, match="--save is for the latest step"):
+  with pytest.raises(errors.UsageError, match="--save is only for the latest step"):
     evaluate.main(["evaluate", f"--workdir={workdir}", "--save", "--step=12"])
 
 

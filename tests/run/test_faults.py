@@ -13,7 +13,7 @@ from helpers.training import CONFIG, assert_same_run, steps
 from helpers.wandb_files import wandb_exit_code
 
 from nanosam.run import workdir as workdir_lib
-from nanosam.run.log import read_metrics
+from nanosam.run.metrics_file import read_metrics
 from nanosam.system.errors import UsageError
 
 BAD_REQUEST, FAILED = 2, 1
@@ -172,7 +172,7 @@ def test_a_disk_that_is_full_while_saving(commands, whole, tmp_path):
   workdir = tmp_path / "run"
   outcome = commands.train(workdir, fault="full:25000@step:6")  # smaller than the embedding
   assert outcome.code == FAILED
-  outcome.says_in_one_line("could not save", "last good one is of step 4", "Free some space")
+  outcome.says_in_one_line("could not save", "last good one is step 4", "Free some space")
   assert steps(workdir) == [4]
   assert commands.train(workdir).code == 0
   assert_same_run(workdir, whole)

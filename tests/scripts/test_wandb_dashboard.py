@@ -8,17 +8,17 @@ from helpers.scripts import load_script
 from helpers.training import ROOT
 
 from nanosam.optim.methods import METHODS
-from nanosam.run import log
+from nanosam.run import log, metrics_file
 from nanosam.run.wandb_process import X_AXES
-
-wandb_dashboard = load_script("scripts/wandb_dashboard.py")
+from nanosam.study import dashboard
+from nanosam.study.runs import AXES
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb_workspaces")
 
 
 @pytest.fixture(scope="module")
 def section():
-  return wandb_dashboard.specification("someone", "nanosam")["spec"]["section"]
+  return dashboard.workspace("someone", "nanosam")._spec["spec"]["section"]
 
 
 def panels(section):
@@ -30,7 +30,7 @@ def panels(section):
 def test_eval_loss_against_every_axis_and_lines_that_are_means_over_seeds(section):
   found = panels(section)["Eval loss by method"]
   axes = [p["xAxis"] for p in found if p["metrics"] == ["eval/loss"]]
-  assert axes == list(X_AXES)
+  assert axes == list(X_AXES) == [axis.key for axis in AXES.values()]
   assert {p["groupAgg"] for p in found} == {"mean"}
   assert {p["groupArea"] for p in found} == {"minmax"}
   grouping = [g["name"] for g in section["runSets"][0]["grouping"]]
@@ -53,7 +53,7 @@ def test_rho_taus_and_guards(section):
 
 
 def test_it_draws_what_training_logs(section, whole):
-  logged = {k for r in log.read_metrics(whole / log.METRICS_FILE) for k in r}
+  logged = {k for r in metrics_file.read_metrics(whole / metrics_file.METRICS_FILE) for k in r}
   of_perturbing = {"train/loss_perturbed", "opt/eps_norm"}
   on_known_devices = {"perf/utilization"}
   drawn = {m for ps in panels(section).values() for p in ps for m in p.get("metrics", [])}
@@ -63,7 +63,9 @@ def test_it_draws_what_training_logs(section, whole):
 
 
 def test_dry_run_prints_json(capsys):
-  wandb_dashboard.main(["wandb_dashboard.py", "--dry_run", "--project=mine"])
+  load_script("scripts/wandb_dashboard.py").main(
+    ["wandb_dashboard.py", "--dry_run", "--project=mine"]
+  )
   assert json.loads(capsys.readouterr().out)["project"] == "mine"
 
 

@@ -157,7 +157,7 @@ def test_half_written_diverged_and_damaged_runs_each_have_a_line(tmp_path):
   }
   text = "\n".join(notes)
   for words in (
-    f"{half}: is half-written: it stands at step 400 of 1200",
+    f"{half}: unfinished at step 400 of 1200",
     f"{bad}: diverged at step 70 of 1200",
     "eval_sequences.npz is damaged",
     "begun holds no run",

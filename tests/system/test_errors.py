@@ -34,5 +34,5 @@ def test_a_reader_that_goes_away():
   )
   process.stdout.readline()
   process.stdout.close()
-  assert process.stderr.read() == "nanosam: stopped: nobody reads the output any more\n"
+  assert process.stderr.read() == "nanosam: stopped: nothing reads the output any more\n"
   assert process.wait() == 1

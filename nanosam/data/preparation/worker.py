@@ -15,9 +15,7 @@ import functools
 import hashlib
 import os
 import signal
-import threading
 from collections.abc import Iterator
-from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from nanosam.data.store import ShardWriter, StoreWriter
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UserError
 from nanosam.system.files import write_json
+from nanosam.system.processes import exit_with_parent
 
 RECORD = "chunk.json"
 INPUT = "input"
@@ -83,14 +82,7 @@ def start_worker(one_at_a_time: contextlib.AbstractContextManager) -> None:
   global _one_at_a_time
   _one_at_a_time = one_at_a_time
   signal.signal(signal.SIGINT, signal.SIG_IGN)
-  parent = parent_process()
-  assert parent is not None
-
-  def follow() -> None:
-    parent.join()
-    os._exit(1)
-
-  threading.Thread(target=follow, daemon=True).start()
+  exit_with_parent()
 
 
 @functools.cache

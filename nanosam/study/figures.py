@@ -1,8 +1,4 @@
-"""Figures, as SVG and PNG. Needs matplotlib: pip install -e '.[report]'
-
-python -m nanosam.plots --workdir=DIR --out=FILE draws the loss curve of a run, and with --what=tau
-the taus over its training.
-"""
+"""Figures, as SVG and PNG; needs matplotlib: pip install -e '.[report]'."""
 
 import contextlib
 import functools
@@ -14,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanosam.run.log import METRICS_FILE, read_metrics
+from nanosam.run.metrics_file import METRICS_FILE, read_metrics
+from nanosam.study.comparison import CONFIDENCE
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.files import disk_errors
 
@@ -37,7 +34,7 @@ STYLES = {
   "asam": (BROWN, "d"),
 }
 OTHER = (PINK, "X")
-# What each colour is on a dark page, where it differs.
+# Replacements on a dark page.
 DARK = {INK: "#f0f0f0", MUTED: "#a0a0a0", GRID: "#3a3a3a", BLUE: "#8aa6ff", BROWN: "#c49a8f"}
 SETTINGS: Any = {
   "axes.spines.top": False,
@@ -111,7 +108,7 @@ def gaps(
 def _draw_losses(ax: Any, runs: Mapping[str, Mapping[Any, Curve]], x_label: str) -> None:
   for method, by_seed in runs.items():
     _band(ax, *mean_curve(by_seed), *STYLES.get(method, OTHER), method)
-  # The first evaluations tower over the rest, which is what one wants to see.
+  # The first evaluations are far above the rest, which is what one wants to see.
   every = [y for by_seed in runs.values() for _, y in by_seed.values()]
   low, top = min(y.min() for y in every), max(np.median(y) for y in every)
   if top > low:
@@ -132,7 +129,7 @@ def _draw_gaps(
 
 
 def mean_curve(by_seed: Mapping[Any, Curve]) -> tuple[np.ndarray, np.ndarray]:
-  """(x, y by seed) where all seeds were evaluated; an x that is measured (time) is averaged."""
+  """(x, y by seed) where all seeds were evaluated; a measured x (time) is averaged."""
   xs = [x for x, _ in by_seed.values()]
   if len({len(x) for x in xs}) == 1:
     return np.mean(xs, 0), np.stack([y for _, y in by_seed.values()])
@@ -143,7 +140,7 @@ def mean_curve(by_seed: Mapping[Any, Curve]) -> tuple[np.ndarray, np.ndarray]:
 def gap(
   by_seed: Mapping[Any, Curve], base: Mapping[Any, Curve]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-  """(x, distance to the baseline by seed) where both have been; None if they share no seed."""
+  """(x, distance to the baseline by seed) where both have values; None if they share no seed."""
   common = [s for s in by_seed if s in base]
   if not common:
     return None
@@ -165,7 +162,10 @@ def loss_against_rho(
 ) -> None:
   """`points[method]` = (rho, eval loss), in any order; `baseline` is AdamW's loss."""
   with figure(target, 1, ONE_PANEL) as (ax,):
-    _draw_points(ax, points)
+    for method, pairs in points.items():
+      colour, marker = STYLES.get(method, OTHER)
+      x, y = zip(*sorted(pairs), strict=True)
+      ax.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.2, label=method)
     ax.axhline(baseline, color=INK, linestyle="--", linewidth=1, label="adamw")
     ax.set_xscale("log")
     tried = sorted({rho for series in points.values() for rho, _ in series})
@@ -176,15 +176,8 @@ def loss_against_rho(
 
 
 def _legend_above(ax: Any) -> None:
-  """Where it hides nothing."""
+  """Above the axes, where it hides nothing."""
   ax.figure.legend(loc="outside upper center", ncols=3)
-
-
-def _draw_points(ax: Any, points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-  for method, pairs in points.items():
-    colour, marker = STYLES.get(method, OTHER)
-    x, y = zip(*sorted(pairs), strict=True)
-    ax.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.2, label=method)
 
 
 class Row(NamedTuple):
@@ -195,7 +188,7 @@ class Row(NamedTuple):
   paper: float | None  # the paper's difference
 
 
-def differences(target: Target, rows: Sequence[Row], confidence: float) -> None:
+def differences(target: Target, rows: Sequence[Row]) -> None:
   """One line per method: the difference to AdamW with its interval, the paper's as a cross."""
   with figure(target, 1, (6.4, 1.1 + 0.36 * len(rows))) as (ax,):
     for y, row in enumerate(rows):
@@ -209,13 +202,13 @@ def differences(target: Target, rows: Sequence[Row], confidence: float) -> None:
     ax.set_yticks(range(len(rows)), [row.method for row in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     cross = "; x: the paper" if any(row.paper is not None for row in rows) else ""
-    ax.set_xlabel(f"eval loss minus adamw, {confidence:.0%} interval (left is better){cross}")
+    ax.set_xlabel(f"eval loss minus adamw, {CONFIDENCE:.0%} interval (left is better){cross}")
 
 
 def _records(workdir: pathlib.Path) -> list[dict[str, Any]]:
   path = workdir / METRICS_FILE
   if not path.is_file():
-    raise UsageError(f"{workdir} holds no run with records: there is no {METRICS_FILE}")
+    raise UsageError(f"{workdir} has no records: there is no {METRICS_FILE}")
   return read_metrics(path)
 
 
@@ -239,8 +232,7 @@ TAU_STYLES = {"logit": (RED, "s"), "func": (BLUE, "v"), "cross": (INK, "o")}
 def taus(target: Target, runs: Mapping[str, Mapping[str, Curve]]) -> None:
   """`runs[label][logit|func|cross]` = (step, tau): a panel per run, as in Figures 2 and 4.
 
-  The first values may lie outside: at the start, where the two paths cancel, they tower over all
-  others.
+  The first values may be off the scale: at the start the two paths cancel, and they are huge.
   """
   later = [y for series in runs.values() for _, values in series.values() for y in values[1:]]
   low, high = min([-0.2, *later]), max([1.2, *later])
@@ -275,7 +267,7 @@ def landscape(target: Target, found: Mapping[str, Any]) -> None:
 
 
 def pruning(target: Target, runs: Sequence[Mapping[str, Any]]) -> None:
-  """Eval loss by sparsity; `runs` as in prune.json. Of one method's runs the mean and the range."""
+  """Eval loss by sparsity, mean and range over each method's runs; `runs` as in prune.json."""
   by_method: dict[str, list[Any]] = {}
   for run in runs:
     by_method.setdefault(run["method"], []).append([p["loss"] for p in run["points"]])

@@ -9,28 +9,28 @@ import pytest
 from helpers.scripts import load_script
 from helpers.training import CONFIG, ROOT
 
-from nanosam.run.log import read_metrics
-from nanosam.study import backends, runs, sweep
+from nanosam.run.metrics_file import read_metrics
+from nanosam.study import backends, runs, sweeps
 from nanosam.system.errors import UsageError
 
 TINY = str(CONFIG)
 
 
 def test_product_and_together():
-  assert sweep.product({"a": [1, 2], "b": [3]}) == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]
-  pairs = sweep.together({"seed": [1, 2], "data_seed": [5, 6]})
+  assert sweeps.product({"a": [1, 2], "b": [3]}) == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]
+  pairs = sweeps.together({"seed": [1, 2], "data_seed": [5, 6]})
   assert pairs == [{"seed": 1, "data_seed": 5}, {"seed": 2, "data_seed": 6}]
-  assert len(sweep.product({"a": [1, 2, 3]}, pairs)) == 6
+  assert len(sweeps.product({"a": [1, 2, 3]}, pairs)) == 6
   with pytest.raises(UsageError, match="2, 1 values"):
-    sweep.together({"a": [1, 2], "b": [3]})
+    sweeps.together({"a": [1, 2], "b": [3]})
   with pytest.raises(UsageError, match="seed twice"):
-    sweep.product({"seed": [1]}, pairs)
+    sweeps.product({"seed": [1]}, pairs)
 
 
 def test_ids_name_what_matters_and_nothing_else(tmp_path):
   def name(spec=TINY, **overrides):
     overrides = {k.replace("__", "."): v for k, v in overrides.items()}
-    return sweep.plan([(spec, overrides)], tmp_path)[0].id
+    return sweeps.make_jobs([(spec, overrides)], tmp_path)[0].id
 
   assert name() == name(log_every_steps=7, wandb__mode="offline", mesh__data=1)
   assert name(opt__method="sam") == name(f"{TINY}:method=sam")
@@ -41,24 +41,24 @@ def test_ids_name_what_matters_and_nothing_else(tmp_path):
 
 
 def test_a_key_that_is_younger_than_a_run_leaves_its_id(tmp_path):
-  config = json.loads(json.dumps(sweep.plan([(TINY, {})], tmp_path)[0].config.to_dict()))
+  config = json.loads(json.dumps(sweeps.make_jobs([(TINY, {})], tmp_path)[0].config.to_dict()))
   del config["opt"]["asam_eta"], config["guard"]["spike"]
-  assert runs.run_id(config) == sweep.plan([(TINY, {})], tmp_path)[0].id
+  assert runs.run_id(config) == sweeps.make_jobs([(TINY, {})], tmp_path)[0].id
 
 
 def test_bad_runs_are_refused_before_any_begins(tmp_path):
   with pytest.raises(UsageError, match="two runs of one id"):
-    sweep.plan([(TINY, {"opt.rho": 0.1}), (TINY, {"opt.rho": 0.2})], tmp_path)
+    sweeps.make_jobs([(TINY, {"opt.rho": 0.1}), (TINY, {"opt.rho": 0.2})], tmp_path)
   with pytest.raises(UsageError, match=r"did you mean opt\.rho"):
-    sweep.plan([(TINY, {"opt.roh": 0.1})], tmp_path)
+    sweeps.make_jobs([(TINY, {"opt.roh": 0.1})], tmp_path)
   with pytest.raises(UsageError, match="must be at least 1"):
-    sweep.plan([(TINY, {}), (TINY, {"batch_size": 0})], tmp_path)
+    sweeps.make_jobs([(TINY, {}), (TINY, {"batch_size": 0})], tmp_path)
   broken = tmp_path / "broken.py"
   broken.write_text("def runs(arg):\n  return 1 / 0\n")
-  with pytest.raises(UsageError, match=r"broken.py: ZeroDivisionError"):
-    sweep.load(str(broken))
+  with pytest.raises(UsageError, match=r"broken.py, line 2: ZeroDivisionError"):
+    sweeps.load(str(broken))
   with pytest.raises(UsageError, match="does not exist"):
-    sweep.load(str(tmp_path / "none.py"))
+    sweeps.load(str(tmp_path / "none.py"))
 
 
 def test_each_job_has_its_share_of_the_devices():
@@ -69,30 +69,23 @@ def test_each_job_has_its_share_of_the_devices():
     backends.share_of_devices(0, 5, four)
 
 
-# Table of the paper: how many sizes or activations, and its methods without adamw.
-TABLES = {"table1": (1, 4), "table2": (4, 3), "table3": (4, 3), "table4": (1, 3)}
-TABLES |= {"table5": (2, 2), "table6": (1, 3)}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_there_is_a_sweep_for_each_table_of_the_paper(name, tmp_path, monkeypatch, capsys):
+def test_the_example_is_a_sweep_of_paired_runs(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(ROOT)
-  settings, methods = TABLES[name]
-  words = [f"--sweep=launch/sweeps/{name}.py:2", f"--out={tmp_path}", "--dry_run"]
+  words = ["--sweep=launch/sweeps/example.py:40", f"--out={tmp_path}", "--dry_run"]
   load_script("launch/sweep.py").main(["sweep.py", *words])
   lines = capsys.readouterr().out.splitlines()
-  runs = settings * 2 * (1 + 4 * methods)  # two seeds, four values of rho
+  runs = 2 * (1 + 2 * 3)  # seeds; AdamW, and two methods at three values of rho
   assert lines[-1].startswith(f"# {runs} runs, ")
   commands = [line for line in lines if not line.startswith("#")]
   assert len(commands) == runs
   for command in commands:
-    assert f"--config.wandb.tags={name}" in command
+    assert "configs/mini.py:steps=40,method=" in command
     seed = command.split("--config.seed=")[1].split()[0]
     assert f"--config.data_seed={seed}" in command
 
 
 SWEEP = f"""
-from nanosam.study.sweep import product
+from nanosam.study.sweeps import product
 
 def runs(arg=None):
   base = {{"opt.num_train_steps": [int(arg)], "checkpoint_every_steps": [50]}}
@@ -140,7 +133,7 @@ def test_a_sweep_end_to_end(start, tmp_path):
   process.send_signal(signal.SIGINT)
   out, err = process.communicate(timeout=200)
   assert process.returncode == 75, err
-  assert "stopped with 0 of 2 runs finished; go on with: python launch/sweep.py" in err
+  assert "stopped with 0 of 2 runs finished; resume with: python launch/sweep.py" in err
   assert "not started" in out and "interrupted" in out
   stopped = read_metrics(first)[-1]["step"]
   assert 0 < stopped < 200

@@ -1,4 +1,4 @@
-"""Process 0's ear on all processes: calls the roll, gathers values, notices who is gone."""
+"""Process 0's server for all processes of a run: gathers their values, notices who is gone."""
 
 import collections
 import contextlib
@@ -15,21 +15,21 @@ from nanosam.system.errors import Interrupted, UserError
 PING, SILENCE = 10.0, 45.0  # seconds between signs of life, and without any
 
 
-class Line:
-  """A connection that carries JSON objects."""
+class Connection:
+  """Carries JSON objects."""
 
-  def __init__(self, connection: socket.socket):
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    self._socket, self._file = connection, connection.makefile("rb")
+  def __init__(self, stream: socket.socket):
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    self._socket, self._file = stream, stream.makefile("rb")
     self._lock = threading.Lock()
 
   def send(self, **message: Any) -> None:
-    """A peer that is gone is noticed by whoever receives from it."""
+    """Never fails: that a peer is gone is noticed when receiving from it."""
     with self._lock, contextlib.suppress(OSError):
       self._socket.sendall(json.dumps(message).encode() + b"\n")
 
   def receive(self, timeout: float = SILENCE) -> dict[str, Any] | None:
-    """The next message; None if the peer is gone, or silent for too long."""
+    """The next message; None if the peer is gone or has been silent for too long."""
     self._socket.settimeout(timeout)
     try:
       message = json.loads(self._file.readline())
@@ -38,7 +38,7 @@ class Line:
       return None
 
   def keep_alive(self) -> None:
-    """Lets the other side know from now on that this process is alive."""
+    """From now on tells the peer regularly that this process is alive."""
 
     def ping() -> None:
       while True:
@@ -61,55 +61,55 @@ def listen(address: str) -> socket.socket | None:
     raise UserError(f"cannot listen on port {port}: {e.strerror}; choose another") from e
 
 
-class Hub:
-  """Works in threads of its own; process 0 takes part through a connection like any other."""
+class Coordinator:
+  """Runs in threads of its own; process 0 connects to it like any other process."""
 
   def __init__(self, server: socket.socket, processes: int, timeout: float):
     self._processes, self._timeout = processes, timeout
-    self._lines: dict[int, Line] = {}
+    self._connections: dict[int, Connection] = {}
     self._hosts: dict[int, str] = {}
     self._values: dict[int, collections.deque[Any]] = collections.defaultdict(collections.deque)
     self._left: set[int] = set()
     self._over = False
     self._lock = threading.RLock()
-    threading.Thread(target=self._run, args=(server,), name="hub", daemon=True).start()
+    threading.Thread(target=self._run, args=(server,), name="coordinator", daemon=True).start()
 
   def _run(self, server: socket.socket) -> None:
-    with server:  # closed after the roll call: JAX listens on this port next
-      complete = self._call_the_roll(server)
+    with server:  # closed once all have joined: JAX listens on this port next
+      complete = self._accept_all(server)
     if complete:
       self._broadcast(start=True)
-      for process, line in self._lines.items():
-        line.keep_alive()
-        threading.Thread(target=self._attend, args=(process, line), daemon=True).start()
+      for process, connection in self._connections.items():
+        connection.keep_alive()
+        threading.Thread(target=self._serve, args=(process, connection), daemon=True).start()
 
-  def _call_the_roll(self, server: socket.socket) -> bool:
+  def _accept_all(self, server: socket.socket) -> bool:
     deadline = time.monotonic() + self._timeout
-    while len(self._lines) < self._processes:
+    while len(self._connections) < self._processes:
       server.settimeout(max(deadline - time.monotonic(), 0.01))
       try:
-        line = Line(server.accept()[0])
+        connection = Connection(server.accept()[0])
       except TimeoutError:
         self._end(self._missing())
         return False
-      hello = line.receive(timeout=10)
+      hello = connection.receive(timeout=10)
       if hello is None or "hello" not in hello:
-        continue  # somebody else
-      if trouble := self._trouble(hello):
-        line.send(end=trouble, code=UserError.exit_code)
-        self._end(trouble)
+        continue  # some other program
+      if problem := self._problem(hello):
+        connection.send(end=problem, code=UserError.exit_code)
+        self._end(problem)
         return False
-      self._lines[hello["hello"]], self._hosts[hello["hello"]] = line, hello["host"]
+      self._connections[hello["hello"]], self._hosts[hello["hello"]] = connection, hello["host"]
     return True
 
-  def _trouble(self, hello: dict[str, Any]) -> str:
+  def _problem(self, hello: dict[str, Any]) -> str:
     process, host = hello["hello"], hello["host"]
     if hello["of"] != self._processes:
       return (
         f"process {process} on {host} expects {hello['of']} processes, process 0 expects "
         f"{self._processes}: give all the same cluster.num_processes"
       )
-    if process in self._lines:
+    if process in self._connections:
       return (
         f"two processes have the id {process}, on {self._hosts[process]} and on {host}: give each "
         "its own cluster.process_id"
@@ -122,23 +122,23 @@ class Hub:
     missing = [
       f"process {i}" + (f" ({known[i]})" if known else "")
       for i in range(self._processes)
-      if i not in self._lines
+      if i not in self._connections
     ]
-    here = ", ".join(f"{i} on {self._hosts[i]}" for i in sorted(self._lines))
+    here = ", ".join(f"{i} on {self._hosts[i]}" for i in sorted(self._connections))
     return (
-      f"after {self._timeout:g} s {', '.join(missing)} of {self._processes} did not come (here: "
+      f"after {self._timeout:g} s {', '.join(missing)} of {self._processes} did not join (joined: "
       f"{here}): start them, or raise cluster.timeout"
     )
 
-  def _attend(self, process: int, line: Line) -> None:
+  def _serve(self, process: int, connection: Connection) -> None:
     who = f"process {process} on {self._hosts[process]}"
-    while message := line.receive():
+    while message := connection.receive():
       if "gather" in message:
         self._collect(process, message["gather"])
       elif "failed" in message:
         return self._end(f"{who} failed: {message['failed']}", message["code"])
       elif "left" in message:
-        return self._farewell(process)
+        return self._leave(process)
     self._end(f"{who} is gone; run the same command to resume", Interrupted.exit_code)
 
   def _collect(self, process: int, value: Any) -> None:
@@ -147,19 +147,19 @@ class Hub:
       if all(self._values[i] for i in range(self._processes)):
         self._broadcast(gathered=[self._values[i].popleft() for i in range(self._processes)])
 
-  def _farewell(self, process: int) -> None:
+  def _leave(self, process: int) -> None:
     with self._lock:
       self._left.add(process)
       if len(self._left) == self._processes:
         self._end("")
 
   def _end(self, text: str, code: int = UserError.exit_code) -> None:
-    """The first reason counts: the others follow from it."""
+    """Only the first reason counts: the others follow from it."""
     with self._lock:
       if not self._over:
         self._over = True
         self._broadcast(end=text, code=code)
 
   def _broadcast(self, **message: Any) -> None:
-    for process in sorted(self._lines, reverse=True):  # the hub's own last: it may end at once
-      self._lines[process].send(**message)
+    for process in sorted(self._connections, reverse=True):  # process 0 last: it may end at once
+      self._connections[process].send(**message)

@@ -1,0 +1,87 @@
+"""Runs the stages of an experiment, or tells what they would cost."""
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from nanosam.paper import protocol
+from nanosam.paper.protocol import Lab
+from nanosam.run import flops
+from nanosam.study import backends, runs
+from nanosam.study.sweeps import Job
+
+DEVICES = {
+  "v4": "TPU v4",
+  "v5e": "TPU v5 lite",
+  "v5p": "TPU v5",
+  "v6e": "TPU v6 lite",
+  "a100": "NVIDIA A100",
+  "h100": "NVIDIA H100",
+  "h200": "NVIDIA H200",
+}
+ENDED = (runs.FINISHED, runs.DIVERGED)  # a run that diverges is a result
+
+
+def train(
+  lab: Lab, stage: str, backend: str, parallel: int, argv: list[str], say: Callable[[str], None]
+) -> bool:
+  """Trains what is missing of a stage; False if the runs were queued and have yet to end."""
+  for earlier in lab.stages[: lab.stages.index(stage)][:2]:  # those that tune
+    if missing := [job for job in lab.jobs(earlier) if not _ended(job)]:
+      say(f"warning: stage {earlier} is incomplete ({len(missing)} runs): {stage} builds on it")
+  jobs = lab.jobs(stage)
+  _record(lab, stage, jobs, argv)
+  say(f"{lab.name}, {lab.scale}, stage {stage}: {len(jobs)} runs")
+  outcomes = backends.execute(jobs, backend, parallel, say, done=ENDED)
+  lab.forget()
+  say(backends.table(jobs, outcomes))
+  rest = {k: v for k, v in outcomes.items() if v != runs.DIVERGED}
+  backends.check_outcomes(rest, shlex.join(["python", *argv]))
+  return backends.QUEUED not in outcomes.values()
+
+
+def _ended(job: Job) -> bool:
+  run = job.stored()
+  return run is not None and run.state in ENDED
+
+
+def _record(lab: Lab, stage: str, jobs: Sequence[Job], argv: list[str]) -> None:
+  """What is about to be run, on record before any result is known."""
+  lab.out.mkdir(parents=True, exist_ok=True)
+  text = lab.out / "protocol.md"
+  if not text.exists():
+    text.write_text(protocol.__doc__ or "")
+  entry = {
+    "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    "command": argv,
+    "experiment": lab.name,
+    "stage": stage,
+    "runs": [job.id for job in jobs],
+  }
+  with open(lab.out / "protocol.jsonl", "a") as f:
+    f.write(json.dumps(entry) + "\n")
+
+
+def costs(lab: Lab, stages: Sequence[str], device: str | None, utilization: float) -> Iterator[str]:
+  """Every run with its tokens and FLOPs, and for a device its hours; lines to print."""
+  peak = flops.PEAK_FLOPS[DEVICES[device]] * utilization if device else None
+  yield f"{'run':<60}  {'tokens':>9}  {'FLOPs':>9}" + (f"  {device}-hours" if device else "")
+
+  def line(name: str, tokens: float, cost: float) -> str:
+    hours = f"  {cost / peak / 3600:>9.4g}" if peak else ""
+    return f"{name:<60}  {tokens:>9.3g}  {cost:>9.3g}{hours}"
+
+  sums: dict[str, tuple[int, float]] = {}  # the same run may occur in two stages
+  for stage in stages:
+    yield f"{stage}:"
+    for job in lab.jobs(stage):
+      cost = protocol.step_flops(job.config, lab.vocabulary) * job.config.opt.num_train_steps
+      sums[job.id] = job.tokens, cost
+      yield line(f"  {job.id}", job.tokens, cost) + f"  {backends.state(job)}"
+  tokens, cost = (sum(x) for x in zip(*sums.values(), strict=True))
+  yield line(f"{len(sums)} different runs", tokens, cost)
+  if device:
+    yield f"hours of one {DEVICES[device]} at {utilization:.0%} of its peak"
+  yield "FLOPs are those executed, recomputation (model.remat) included"
+  yield "settings that a stage has yet to tune are placeholders, which cost the same"

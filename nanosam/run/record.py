@@ -1,0 +1,176 @@
+"""What a run's files say about it: config.json, and in metrics.jsonl how far it got."""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import pathlib
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from nanosam import config as config_lib
+from nanosam.run.metrics_file import METRICS_FILE, read_metrics
+from nanosam.system.errors import UsageError, UserError
+from nanosam.system.files import write_atomically
+
+CONFIG_FILE = "config.json"
+SEQUENCES_FILE = "eval_sequences.npz"  # the last evaluation, sequence by sequence
+ENVIRONMENT = "environment"  # the one entry of config.json that is not a config key
+TAU = "tau/logit"  # in every record of a measurement of tau
+PACKAGES = (
+  "nanosam",
+  "jax",
+  "jaxlib",
+  "flax",
+  "optax",
+  "orbax-checkpoint",
+  "grain",
+  "sentencepiece",
+  "numpy",
+  "ml-collections",
+  "tensorflow-datasets",
+)
+
+
+@dataclasses.dataclass
+class Position:
+  """How far a run got."""
+
+  step: int = 0  # updates made
+  evaluated: int = 0  # step of the last evaluation
+  diagnosed: int = -1  # step of the last measurement of tau
+  last_eval_loss: float = math.nan
+  best_eval_loss: float = math.inf
+
+  def add_evaluation(self, step: int, loss: float) -> None:
+    self.evaluated, self.last_eval_loss = step, loss
+    self.best_eval_loss = min(self.best_eval_loss, loss)  # a NaN is never the best
+
+  def finished(self, steps: int) -> bool:
+    return self.step == self.evaluated == steps
+
+
+def position(workdir: pathlib.Path, step: int) -> Position:
+  """The position after `step` updates, with the evaluations on record up to there."""
+  at, path = Position(step), workdir / METRICS_FILE
+  for record in read_metrics(path) if path.exists() else []:
+    if record["step"] <= step:
+      if "eval/loss" in record:
+        at.add_evaluation(record["step"], record["eval/loss"])
+      if TAU in record:
+        at.diagnosed = record["step"]
+  return at
+
+
+def refuse_finished(workdir: pathlib.Path) -> None:
+  """A finished run without checkpoints has nothing but its record: do not overwrite it."""
+  if not has_record(workdir):
+    return
+  steps = read_config(workdir)["opt"]["num_train_steps"]
+  if position(workdir, steps).finished(steps):
+    raise UserError(
+      f"{workdir} holds the record of a finished run without checkpoints, which training would "
+      "overwrite: use another workdir, or remove this one"
+    )
+
+
+def environment(**facts: Any) -> dict[str, Any]:
+  """What the run is made with and on, besides its settings."""
+  devices = jax.devices()
+  return {
+    "command": ["python", "-m", "nanosam.train", *sys.argv[1:]],
+    "git_commit": _git_commit(),
+    "python": platform.python_version(),
+    "packages": {name: _version(name) for name in PACKAGES},
+    "devices": {
+      "kind": devices[0].device_kind,
+      "count": len(devices),
+      "processes": jax.process_count(),
+    },
+    **facts,
+  }
+
+
+def _version(name: str) -> str | None:
+  try:
+    return importlib.metadata.version(name)
+  except importlib.metadata.PackageNotFoundError:
+    return None
+
+
+def _git_commit() -> str | None:
+  here = pathlib.Path(__file__).parent
+  try:
+    run = subprocess.run(
+      ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+      cwd=here,
+      capture_output=True,
+      text=True,
+      timeout=10,
+    )
+  except (OSError, subprocess.TimeoutExpired):
+    return None
+  return run.stdout.strip() or None if run.returncode == 0 else None
+
+
+def write_config(
+  workdir: pathlib.Path, config: Mapping[str, Any], env: Mapping[str, Any], step: int
+) -> dict[str, Any]:
+  """Writes config.json for a run that starts or resumes at `step`, and returns its content."""
+  history = _changes(workdir, config, env, step) if step else []
+  env = {**env, "changes": history} if history else env
+  content = {**config, ENVIRONMENT: env}
+  write_atomically(workdir / CONFIG_FILE, json.dumps(content, indent=2).encode())
+  return content
+
+
+def _changes(
+  workdir: pathlib.Path, config: Mapping[str, Any], env: Mapping[str, Any], step: int
+) -> list[dict[str, Any]]:
+  """The settings and commits that the run was trained with before, and up to which step."""
+  old = read_config(workdir)
+  before = old.pop(ENVIRONMENT, {})
+  history = before.get("changes", [])
+  keys, commit = config_lib.changed_keys(old, config), before.get("git_commit")
+  if keys or commit != env["git_commit"]:
+    return [*history, {"step": step, "keys": keys, "git_commit": commit}]
+  return history
+
+
+def has_record(workdir: pathlib.Path) -> bool:
+  """Whether a run has left more than its config here."""
+  metrics = workdir / METRICS_FILE
+  return (workdir / CONFIG_FILE).exists() and metrics.is_file() and metrics.stat().st_size > 0
+
+
+def read_config(workdir: pathlib.Path | epath.Path) -> dict[str, Any]:
+  """The config a run was made with, as plain values (its environment included)."""
+  path = workdir / CONFIG_FILE
+  try:
+    config = json.loads(path.read_text())
+    if not isinstance(config, dict) or not isinstance(config.get("opt"), dict):
+      raise ValueError("not a run's config")
+    return config
+  except FileNotFoundError:
+    raise UsageError(f"{workdir} holds no run: there is no {CONFIG_FILE}") from None
+  except (OSError, ValueError) as e:
+    raise UsageError(f"cannot read {path} ({e}); restore it or use another workdir") from e
+
+
+def check_unchanged(workdir: pathlib.Path, config: Mapping[str, Any], allowed: bool) -> None:
+  """Refuses to resume a run with settings that would change its result."""
+  if allowed:
+    return
+  old = read_config(workdir)
+  old.pop(ENVIRONMENT, None)
+  if changed := config_lib.changed_keys(old, config):
+    raise UsageError(
+      f"{workdir} holds a run with other settings ({'; '.join(changed)}). Use another workdir, "
+      "restore the settings, or say --config.allow_changed_keys=True"
+    )
