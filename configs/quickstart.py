@@ -1,4 +1,10 @@
-"""A small model on the embedded corpus: two CPU cores, a few minutes, nothing to download."""
+"""A small model on the embedded corpus: nothing to download.
+
+python -m nanosam.train --config=configs/quickstart.py[:method=sam]
+
+600 steps, about two minutes on two CPU cores with AdamW. Expect an eval loss of about 4.95; it
+depends on the versions of the packages whose documentation is the corpus.
+"""
 
 from nanosam import config
 

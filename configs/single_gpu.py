@@ -1,7 +1,11 @@
-"""The reference recipe on one GPU: bf16, microbatches, recomputation, a fused attention.
+"""The reference recipe on one GPU: bf16, microbatches, recomputation, fused attention.
 
-Any size and method; `micro` is how many sequences are on the device at a time. The result does not
+python -m nanosam.train --config=configs/single_gpu.py:size=42.5M,method=sam,micro=32
+
+Any size and method. `micro` is the number of sequences on the device at a time; the result does not
 depend on it. `deterministic=True` asks XLA for reproducible kernels, which are a little slower.
+10,000 steps with AdamW at 42.5M are 6.5e17 FLOPs: 1.5 hours of an A100 at 40 % of its peak. Expect
+the eval losses of configs/fixed_length.py. This config has not been run on a GPU yet.
 """
 
 from nanosam import config
