@@ -41,9 +41,6 @@ class StreamOptions(NamedTuple):
   prefetch: int = 4  # batches to read ahead
 
 
-Reading = StreamOptions  # its name in run/trainer.py
-
-
 def batch_hash(batch: Batch, first_row: int = 0) -> str:
   """Identifies the tokens of a batch, or of one host's rows, which begin at `first_row`.
 

@@ -13,13 +13,11 @@ import contextlib
 import hashlib
 import json
 import pathlib
-import re
 import secrets
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 from etils import epath
 
@@ -28,6 +26,7 @@ from nanosam.run.cluster import Hosts
 from nanosam.run.metrics_file import METRICS_FILE
 from nanosam.run.workdir import Workdir, claim, create
 from nanosam.system.errors import UsageError, UserError, say
+from nanosam.system.remote import storage_errors
 
 LEASE, OWNER = ".lease", ".owner"
 UPLOAD_EVERY = 60.0  # seconds
@@ -44,7 +43,7 @@ class Folder:
     if scheme != "gs" or not prefix:
       raise UsageError(f"workdir {uri}: a remote workdir is gs://BUCKET/PATH")
     self.uri, self._prefix = uri, prefix
-    with self.errors():
+    with storage_errors(uri):
       from google.cloud import storage
 
       self._bucket = storage.Client().bucket(bucket)
@@ -70,23 +69,6 @@ class Folder:
     found = self._bucket.list_blobs(prefix=f"{self._prefix}/", delimiter="/")
     names = (blob.name.removeprefix(f"{self._prefix}/") for blob in found)
     return [name for name in names if name]
-
-  @contextlib.contextmanager
-  def errors(self) -> Iterator[None]:
-    """Says in one line why the bucket cannot be used."""
-    try:
-      yield
-    except UserError:
-      raise
-    except ImportError as e:
-      raise UsageError(f"{self.uri} needs another package: pip install -e '.[gcs]'") from e
-    except Exception as e:  # of the client, of its transport, of the credentials
-      text = str(e).strip() or type(e).__name__
-      message = re.search(r'"message": *"([^"]+)"', text)  # the store's, among request details
-      line = message[1] if message else text.split("\n")[0]
-      raise UserError(
-        f"cannot use {self.uri}: {line}; check that the bucket exists and that you may write to it"
-      ) from e
 
 
 class Lease:
@@ -184,7 +166,7 @@ class RemoteWorkdir(Workdir):
     if hosts.first:
       create(place)
       claim(place)
-      with self._folder.errors():
+      with storage_errors(uri):
         self._lease = Lease(self._folder, place / OWNER)
         self._download()
       self._uploader = concurrent.futures.ThreadPoolExecutor(1, "uploads")

@@ -129,12 +129,12 @@ class Checkpoints:
     if after is not None:
       items["after"] = After(after)
     args = ocp.args.Composite(**items)
-    with self._trouble():
+    with self._save_errors():
       self._manager.save(step, args=args, metrics=metrics, force=True)
 
   def check(self) -> None:
     """Raises if a save has failed in the background."""
-    with self._trouble():
+    with self._save_errors():
       if self._failure:
         raise self._failure
 
@@ -149,29 +149,31 @@ class Checkpoints:
     ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
   def wait(self) -> None:
-    with self._trouble():
+    with self._save_errors():
       self._manager.wait_until_finished()
 
-  def restore(self, abstract_state: Any, step: int) -> Restored:
-    args = ocp.args.Composite(state=_arrays(abstract_state), run=ocp.args.JsonRestore())
-    restored = self._read(step, args)
+  def restore(self, target: Any, step: int, partial: bool = False) -> Restored:
+    """Arrays with the shapes, types and shardings of `target`, however they were saved."""
+    arrays = ocp.args.PyTreeRestore(
+      item=target,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+      partial_restore=partial,
+    )
+    restored = self._read(step, ocp.args.Composite(state=arrays, run=ocp.args.JsonRestore()))
     run, wanted = _unseal(restored["run"])
-    _check(restored["state"], abstract_state, wanted)
+    _check(restored["state"], target, wanted)
     return Restored(step, restored["state"], run)
 
   def restore_parts(self, target: dict[str, Any], step: int) -> dict[str, Any]:
     """Some fields of the state, without reading the others."""
-    args = ocp.args.Composite(state=_arrays(target, partial=True), run=ocp.args.JsonRestore())
     try:
-      restored = self._read(step, args)
-      _check(restored["state"], target, _unseal(restored["run"])[1])
+      return self.restore(target, step, partial=True).state
     except Exception as e:
       others = ", ".join(str(s) for s in self.steps() if s != step)
       raise UserError(
         f"checkpoint {step} in {self._folder} cannot be read ({_reason(e)}); "
         + (f"there are also {others}" if others else "there is no other")
       ) from e
-    return restored["state"]
 
   def _read(self, step: int, args: ocp.args.Composite) -> Any:
     """Every process reads on its own: one that fails must not leave the others waiting for it."""
@@ -201,7 +203,10 @@ class Checkpoints:
         unreadable[step] = _reason(e)
         self._say(f"checkpoint {step} cannot be read ({unreadable[step]}); trying the one before")
         continue
-      self._set_aside(list(unreadable))
+      if unreadable:
+        self._manager.close()
+        self._move_aside(list(unreadable))
+        self._manager = self._open()
       return found
     if unreadable:
       newest, reason = next(iter(unreadable.items()))
@@ -216,12 +221,6 @@ class Checkpoints:
       )
     return None
 
-  def _set_aside(self, steps: list[int]) -> None:
-    if steps:
-      self._manager.close()
-      self._move_aside(steps)
-      self._manager = self._open()
-
   def _move_aside(self, steps: list[int]) -> None:
     aside = self._folder.parent / ASIDE
     for step in steps if self._hosts.first else ():
@@ -233,11 +232,11 @@ class Checkpoints:
     self._hosts.gather(None)  # the others wait until it is done
 
   def close(self) -> None:
-    with self._trouble():
+    with self._save_errors():
       self._manager.close()
 
   @contextlib.contextmanager
-  def _trouble(self) -> Iterator[None]:
+  def _save_errors(self) -> Iterator[None]:
     """Turns a failed save into one line that names the last good checkpoint."""
     try:
       yield
@@ -280,15 +279,6 @@ def _has_readable_metrics(checkpoint: epath.Path) -> bool:
     return not file.exists() or isinstance(json.loads(file.read_text()), dict)
   except ValueError:
     return False
-
-
-def _arrays(target: Any, partial: bool = False) -> ocp.args.PyTreeRestore:
-  """Arrays with the shapes, types and shardings of `target`, however they were saved."""
-  return ocp.args.PyTreeRestore(
-    item=target,
-    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-    partial_restore=partial,
-  )
 
 
 # Tensorstore reads a damaged chunk without complaint. So every array has a checksum of its bits,

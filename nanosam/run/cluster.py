@@ -73,8 +73,7 @@ class Member(Hosts):
     self.first, self._place = place.process == 0, place
     self._connection = _connect(place, timeout)
     self._gathered: queue.Queue[list[Any]] = queue.Queue()
-    self._over, self._end = threading.Event(), ("", 0)
-    self._leaving = False
+    self._over, self._leaving = threading.Event(), False
     host = socket.gethostname()
     self._connection.send(hello=place.process, of=place.processes, host=host)
     answer = self._connection.receive(timeout + 10)
@@ -95,12 +94,11 @@ class Member(Hosts):
     if message is None:
       gone = f"lost process 0 ({self._place.coordinator}); run the same command to resume"
       message = {"end": gone, "code": Interrupted.exit_code}
-    self._end = message["end"], message["code"]
     self._over.set()
     if self.first and not self._leaving:
       time.sleep(1)  # JAX aborts the others as soon as this process ends: let them report first
     if not self._leaving:  # otherwise the main thread closes its files and ends
-      _exit(*self._end)
+      _exit(message["end"], message["code"])
 
   def gather(self, value: T) -> list[T]:
     self._connection.send(gather=value)

@@ -22,7 +22,7 @@ from nanosam.run.checkpoint import FOLDER, Checkpoints
 from nanosam.run.metrics_file import METRICS_FILE, read_metrics
 from nanosam.run.step import TrainStep
 from nanosam.system.errors import UsageError, UserError
-from nanosam.system.remote import is_remote, reaching
+from nanosam.system.remote import is_remote, storage_errors
 
 
 class Loaded(NamedTuple):
@@ -36,16 +36,18 @@ class Loaded(NamedTuple):
 
 
 def load_run(
-  workdir: str | os.PathLike[str], step: str = "latest", with_moments: bool = False
+  folder: str | os.PathLike[str], step: str = "latest", with_moments: bool = False
 ) -> Loaded:
   """The run's model at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
-  workdir = epath.Path(workdir)
-  with reaching(str(workdir)) if is_remote(str(workdir)) else contextlib.nullcontext():
+  workdir = epath.Path(folder)
+  with storage_errors(str(workdir)) if is_remote(str(workdir)) else contextlib.nullcontext():
     stored = record.read_config(workdir)
   environment = stored.pop(record.ENVIRONMENT, {})
   c = _config(workdir, stored, environment)
   runtime.set_up_jax(c)
-  checkpoints = _open_checkpoints(workdir)
+  if not (workdir / FOLDER).is_dir():
+    raise UserError(f"{workdir} has no checkpoints; train with --config.checkpoint=True")
+  checkpoints = Checkpoints(workdir, read_only=True)
   number = _choose(checkpoints, workdir, step)
   source = source_of(c.data)
   if source.fingerprint != environment.get("data"):
@@ -82,12 +84,6 @@ def _config(
       f"{__version__}): {e.args[0]}; use the version that trained it"
     ) from e
   return c.lock()
-
-
-def _open_checkpoints(workdir: epath.Path) -> Checkpoints:
-  if not (workdir / FOLDER).is_dir():
-    raise UserError(f"{workdir} has no checkpoints; train with --config.checkpoint=True")
-  return Checkpoints(workdir, read_only=True)
 
 
 def _choose(checkpoints: Checkpoints, workdir: epath.Path, step: str) -> int:

@@ -11,7 +11,7 @@ import ml_collections
 from clu import parameter_overview
 
 from nanosam import config as config_lib
-from nanosam.data.batch import Batch, EvalSet, Reading, batch_hash, combine_hashes
+from nanosam.data.batch import Batch, EvalSet, StreamOptions, batch_hash, combine_hashes
 from nanosam.data.sources import Source, Stream, eval_set, merge_states, source_of
 from nanosam.model import sharding
 from nanosam.model.transformer import non_embedding_count
@@ -46,46 +46,42 @@ def open_trainer(
   The order matters: what is wrong with the request or with the workdir shows before the compile,
   and config.json changes only after it.
   """
-  start = _restore_or_init(c, workdir, hosts)
-  train_step, source, at, say = start.train_step, start.source, start.at, start.progress.note
+  session = _restore_or_init(c, workdir, hosts)
+  train_step, at, say = session.train_step, session.at, session.progress.note
   if at.finished(c.opt.num_train_steps):
     say(f"{workdir} is finished: {at.step} steps, eval loss {at.last_eval_loss:.4f}")
     return None
   mesh = train_step.mesh
   kind = mesh.devices.flat[0].device_kind
-  eval_data = eval_set(source, c)
+  eval_data = eval_set(session.source, c)
   evaluator = Evaluator(train_step.model, eval_data, c.eval_batch_size, mesh)
   say(f"{c.opt.method} on {mesh.size} x {kind}; compiling the step")
   compiled = CompiledStep.of(train_step)
   params = train_step.abstract_params
   overview = parameter_overview.get_parameter_overview(params, include_stats=False)
   say(f"{overview}\n{compiled.flops:.3g} FLOPs a step")
-  writers = _open_writers(c, workdir, start, eval_data, compiled) if hosts.first else FanOut([])
+  writers = _open_writers(session, eval_data, compiled) if hosts.first else FanOut([])
   peak = flops.peak_flops(kind)
   return Trainer(
-    c=c,
-    workdir=workdir,
+    **vars(session),
     stop=stop,
-    hosts=hosts,
-    progress=start.progress,
-    stream=start.stream,
-    checkpoints=start.checkpoints,
-    train_step=train_step,
     compiled=compiled,
     evaluator=evaluator,
-    diagnostics=make_diagnostics(train_step, source) if c.diagnostics.every else None,
+    diagnostics=make_diagnostics(train_step, session.source) if c.diagnostics.every else None,
     writers=writers,
     profiler=Profiler(workdir.files, c.profile_steps if hosts.first else "", say=say),
     spikes=health.SpikeDetector(c.guard.spike),
-    state=start.state,
-    at=at,
-    meter=Meter(start.cost, peak * mesh.size if peak else None),  # last: its clock starts now
+    meter=Meter(session.cost, peak * mesh.size if peak else None),  # last: its clock starts now
   )
 
 
-class Start(NamedTuple):
-  """A run, new or restored, before its step is compiled."""
+@dataclasses.dataclass
+class Session:
+  """A run in its workdir, new or restored; nothing is compiled yet."""
 
+  c: ml_collections.ConfigDict
+  workdir: Workdir
+  hosts: Hosts
   source: Source
   train_step: TrainStep
   progress: Progress
@@ -96,7 +92,7 @@ class Start(NamedTuple):
   cost: Cost
 
 
-def _restore_or_init(c: ml_collections.ConfigDict, workdir: Workdir, hosts: Hosts) -> Start:
+def _restore_or_init(c: ml_collections.ConfigDict, workdir: Workdir, hosts: Hosts) -> Session:
   runtime.set_up_jax(c)
   mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp)
   check_devices(c, sharding.shards(mesh))
@@ -108,7 +104,7 @@ def _restore_or_init(c: ml_collections.ConfigDict, workdir: Workdir, hosts: Host
   progress = Progress(c.opt.num_train_steps, None if hosts.first else open(os.devnull, "w"))
   say = progress.note
   stream = source.train_stream(
-    Reading(
+    StreamOptions(
       L=c.model.L,
       batch_size=c.batch_size,
       rows=sharding.local_rows(mesh, c.batch_size),
@@ -135,7 +131,9 @@ def _restore_or_init(c: ml_collections.ConfigDict, workdir: Workdir, hosts: Host
     if hosts.first:
       record.refuse_finished(workdir.files)
     state, at, cost = train_step.init(c.seed), Position(), Cost()
-  return Start(source, train_step, progress, stream, checkpoints, state, at, cost)
+  return Session(
+    c, workdir, hosts, source, train_step, progress, stream, checkpoints, state, at, cost
+  )
 
 
 def _check_workdir(c: ml_collections.ConfigDict, workdir: Workdir, steps: list[int]) -> None:
@@ -169,20 +167,15 @@ class CompiledStep(NamedTuple):
     return self.flops if rho > 0 else self.flops_unperturbed
 
 
-def _open_writers(
-  c: ml_collections.ConfigDict,
-  workdir: Workdir,
-  start: Start,
-  eval_data: EvalSet,
-  compiled: CompiledStep,
-) -> Writer:
+def _open_writers(session: Session, eval_data: EvalSet, compiled: CompiledStep) -> Writer:
   """Writes config.json, then opens the writers, which show it too."""
-  params = start.train_step.abstract_params
+  c, files, step = session.c, session.workdir.files, session.at.step
+  params = session.train_step.abstract_params
   environment = record.environment(
     parameters=int(parameter_overview.count_parameters(params)),
     non_embedding_parameters=non_embedding_count(params),
     flops_per_step=compiled.flops,
-    data=start.source.fingerprint,
+    data=session.source.fingerprint,
     eval_set={
       "sequences": len(eval_data.batch.inputs_BxL),
       "documents": eval_data.documents,
@@ -190,13 +183,13 @@ def _open_writers(
     },
   )
   return open_writers(
-    workdir.files,
-    config=record.write_config(workdir.files, config_lib.to_dict(c), environment, start.at.step),
+    files,
+    config=record.write_config(files, config_lib.to_dict(c), environment, step),
     run={**c.wandb, "tags": [tag for tag in c.wandb.tags.split(",") if tag]},
     wandb=c.wandb.mode,
     tensorboard=c.tensorboard,
-    resume_step=start.at.step or None,
-    say=start.progress.note,
+    resume_step=step or None,
+    say=session.progress.note,
   )
 
 
@@ -210,26 +203,17 @@ class Pending(NamedTuple):
 
 
 @dataclasses.dataclass
-class Trainer:
-  """The training loop; `open_trainer` builds all it needs."""
+class Trainer(Session):
+  """A session with a compiled step and open writers: the training loop."""
 
-  c: ml_collections.ConfigDict
-  workdir: Workdir
   stop: StopRequest
-  hosts: Hosts
-  progress: Progress
-  stream: Stream
-  checkpoints: Checkpoints | None
-  train_step: TrainStep
   compiled: CompiledStep
   evaluator: Evaluator
   diagnostics: Diagnostics | None
   writers: Writer
   profiler: Profiler
   spikes: health.SpikeDetector
-  state: TrainState
-  at: Position
-  meter: Meter
+  meter: Meter  # it adds to `cost`
 
   def run(self) -> None:
     """Trains to the last step and closes everything; raises Interrupted if asked to stop."""
@@ -329,7 +313,7 @@ class Trainer:
     if self.hosts.first:
       evaluation.save(self.workdir.files / record.SEQUENCES_FILE, step)
     # Last, because the record is what tells a restart that this evaluation is done.
-    self.writers.write(step, {**evaluation.metrics(), **dataclasses.asdict(self.meter.cost)})
+    self.writers.write(step, {**evaluation.metrics(), **dataclasses.asdict(self.cost)})
     self.at.add_evaluation(step, evaluation.loss)
     self.progress.note(f"step {step}  {evaluation}")
     return True
@@ -346,7 +330,7 @@ class Trainer:
       self.at.step,
       self.state,
       run={
-        "cost": dataclasses.asdict(self.meter.cost),
+        "cost": dataclasses.asdict(self.cost),
         "data": merge_states(self.hosts.gather(self.stream.state())),
       },
       eval_loss=self.at.last_eval_loss if self.at.evaluated == self.at.step else None,

@@ -188,13 +188,6 @@ def _start_run(wandb: Any, spec: dict[str, Any], say: Callable[[str], None]) -> 
   return run
 
 
-def _define_axes(run: Any) -> None:
-  for axis in X_AXES:
-    run.define_metric(axis)
-  run.define_metric("*", step_metric="step")
-  run.define_metric("eval/loss", step_metric="step", summary="min,last")
-
-
 def _serve(messages: Any, say: Callable[[str], None]) -> None:
   spec = json.loads(next(messages))
   sys.argv = spec["argv"]  # what W&B shows as the command is the training command
@@ -203,7 +196,10 @@ def _serve(messages: Any, say: Callable[[str], None]) -> None:
   import wandb
 
   run = _start_run(wandb, spec, say)
-  _define_axes(run)
+  for axis in X_AXES:
+    run.define_metric(axis)
+  run.define_metric("*", step_metric="step")
+  run.define_metric("eval/loss", step_metric="step", summary="min,last")
   rows = _RowCounter(pathlib.Path(spec["workdir"]) / "wandb" / "next_row")
   rows.next = max(rows.next, run.step)
   exit_code = 1  # unless the parent says close, it died

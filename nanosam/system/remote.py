@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,12 +35,9 @@ def storage_errors(uri: str) -> Iterator[None]:
   except ImportError as e:
     raise UsageError(f"{uri} needs another package: pip install -e '.[gcs]' ({e})") from e
   except Exception as e:  # each storage library has errors of its own
-    raise UserError(
-      f"cannot read {uri}: {first_line(e)}; check the path and your access to it"
-    ) from e
-
-
-reaching = storage_errors  # its name in run/restore.py
+    message = re.search(r'"message": *"([^"]+)"', str(e))  # the store's, among request details
+    reason = message[1] if message else first_line(e)
+    raise UserError(f"cannot use {uri}: {reason}; check the path and your access to it") from e
 
 
 def local_copy(

@@ -2,18 +2,13 @@
 
 import contextlib
 import fcntl
-import functools
 import gzip
-import hashlib
 import io
 import json
 import os
-import random
 import shutil
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pyarrow as pa
@@ -21,107 +16,26 @@ import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 import tensorflow_datasets as tfds
+from helpers.corpus import (
+  TRAIN,
+  VALIDATION,
+  arguments,
+  contents,
+  documents_of,
+  run,
+  start,
+  texts,
+  write_lines,
+)
 from helpers.tfrecords import frame
 
 from nanosam.data import prepare
 from nanosam.data.inspect import verify
-from nanosam.data.preparation import assembly, formats, tfrecord, vocabulary, worker
+from nanosam.data.preparation import assembly, tfrecord, worker
 from nanosam.data.sources import open_source
 from nanosam.data.store import StoreReader
-from nanosam.data.tokenizer import Tokenizer, train_tokenizer
+from nanosam.data.tokenizer import train_tokenizer
 from nanosam.system.errors import UsageError, UserError
-
-ROOT = Path(prepare.__file__).parents[2]
-WORDS = "the quick brown fox jumps over lazy dogs while café owners count 漢字 and 😀".split()
-
-
-def texts(count, seed=0):
-  rng = random.Random(seed)
-  return [f"Text {seed}/{i}. {' '.join(rng.choices(WORDS, k=60))}\n\nEnd." for i in range(count)]
-
-
-def write_lines(path, documents):
-  data = "".join(json.dumps({"text": t}) + "\n" for t in documents).encode()
-  path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-
-
-TRAIN, VALIDATION = texts(400), texts(30, seed=1)
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-  """Two gzipped files, one plain, one for validation; and a tokenizer."""
-  folder = tmp_path_factory.mktemp("inputs")
-  for i, part in enumerate((TRAIN[:150], TRAIN[150:300], TRAIN[300:])):
-    write_lines(folder / f"train-{i}.json{'.gz' if i < 2 else ''}", part)
-  write_lines(folder / "validation.json.gz", VALIDATION)
-  (folder / "t.model").write_bytes(train_tokenizer(TRAIN[:50], 400).model_bytes)
-  return folder
-
-
-def arguments(inputs, out, *more):
-  return [
-    f"--input={inputs}/*.json*",
-    f"--validation={inputs}/validation*",
-    f"--output={out}",
-    f"--tokenizer={inputs}/t.model",
-    "--shard_bytes=20000",
-    "--workers=1",
-    *more,
-  ]
-
-
-def run(*args):
-  return prepare.prepare(prepare.parse(args))
-
-
-def start(
-  *args, code="from nanosam.data.prepare import main; import sys; main(['', *sys.argv[1:]])"
-):
-  return subprocess.Popen(
-    [sys.executable, "-c", code, *args],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    cwd=ROOT,
-  )
-
-
-def contents(directory):
-  return {
-    str(p.relative_to(directory)): hashlib.sha256(p.read_bytes()).hexdigest()
-    for p in sorted(directory.rglob("*"))
-    if p.is_file() and p.name != "prepare.json"
-  }
-
-
-def documents_of(store, split):
-  tokens, start, found = store.split(split), 0, []
-  for length, num_bytes in tokens.documents():
-    ids = tokens.read(start, start + length)
-    assert (ids[0], ids[-1]) == (store.tokenizer.bos_id, store.tokenizer.eos_id)
-    found.append(store.tokenizer.decode(ids[1:-1]))
-    assert num_bytes == len(found[-1].encode())
-    start += length
-  assert start == tokens.num_tokens
-  return found
-
-
-@pytest.fixture(scope="module")
-def prepared(inputs, tmp_path_factory):
-  """Made by the command itself, in a process that tells what it imported."""
-  out = tmp_path_factory.mktemp("out") / "store"
-  code = """
-import json, sys
-from nanosam.data import prepare
-prepare.main(["", *sys.argv[1:]])
-print(json.dumps(sorted(sys.modules)))
-"""
-  process = start(*arguments(inputs, out), code=code)
-  output, err = process.communicate()
-  assert process.returncode == 0, err
-  *said, modules = output.splitlines()
-  return out, said, json.loads(modules)
 
 
 def test_store_holds_every_document_once_in_order(prepared):
@@ -342,94 +256,7 @@ def test_one_big_file_keeps_all_workers_busy(tmp_path, inputs):
   assert at_once == 2
 
 
-# ---- Vocabulary ----------------------------------------------------------------------------------
-
-
-def test_trained_vocabulary(inputs, tmp_path, capfd):
-  out = tmp_path / "x"
-  args = [f"--input={inputs}/train*", "--vocab_size=320", "--workers=1"]
-  run(*args, f"--output={out}", "--validation_fraction=0.1", "--model_type=bpe")
-  assert "training a bpe vocabulary of 320 pieces" in capfd.readouterr().err
-  store = StoreReader(out)
-  assert store.tokenizer.vocab_size == 320
-  assert sorted(documents_of(store, "train") + documents_of(store, "validation")) == sorted(TRAIN)
-  rules = worker.Rules("text", 0.1, "fail")
-  files = sorted(str(p) for p in inputs.glob("train*"))
-  sample = vocabulary.sample(files, rules, 10**9)
-  assert sorted(sample) == sorted(documents_of(store, "train")), "nothing of validation"
-  assert train_tokenizer(sample, 320, "bpe").sha256 == store.tokenizer.sha256
-
-
-def test_sample_is_bounded_and_decided_by_the_corpus(inputs, monkeypatch):
-  rules = worker.Rules("text", 0.0, "fail")
-  files = sorted(str(p) for p in inputs.glob("train*"))
-  pieces = functools.partial(formats.pieces, piece_bytes=1000)
-  monkeypatch.setattr(formats, "pieces", pieces)
-  sample = vocabulary.sample(files, rules, 20_000)
-  assert 15_000 < sum(len(t.encode()) for t in sample) <= 20_000
-  assert sample == vocabulary.sample(files, rules, 20_000)
-  assert {TRAIN.index(t) // 150 for t in sample} == {0, 1, 2}, "from all files"
-  monkeypatch.setattr(vocabulary, "_READ_PER_SAMPLED_BYTE", 2)
-  monkeypatch.setattr(vocabulary, "_MIN_READ_PER_FILE", 1000)
-  few = vocabulary.sample(files, rules, 20_000)
-  assert max(TRAIN.index(t) % 150 for t in few) < 100, "only the beginnings are read"
-
-
-def test_unigram_is_lossless_too():
-  tokenizer = train_tokenizer(TRAIN[:100], 320, "unigram")
-  for text in (*TRAIN[:5], " a\n\n  b\t😀ß"):
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def foreign_vocabulary(texts, **options):
-  """A SentencePiece model with the usual settings, which are not ours."""
-  model = io.BytesIO()
-  sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(texts),
-    model_writer=model,
-    vocab_size=75,
-    model_type="unigram",
-    pad_id=0,
-    eos_id=1,
-    bos_id=2,
-    unk_id=3,
-    minloglevel=2,
-    **options,
-  )
-  return model.getvalue()
-
-
-def test_a_foreign_vocabulary_counts_the_bytes_of_the_text(tmp_path):
-  """One that normalises: what comes back is shorter, and bits per byte must not care."""
-  (tmp_path / "m.model").write_bytes(foreign_vocabulary(TRAIN[:50]))
-  documents = ["a  b\n\n c", "ﬁve  " * 10]
-  write_lines(tmp_path / "a.json", documents)
-  write_lines(tmp_path / "v.json", documents[:1])
-  run(
-    f"--input={tmp_path}/a.json",
-    f"--validation={tmp_path}/v.json",
-    f"--tokenizer={tmp_path}/m.model",
-    f"--output={tmp_path / 'x'}",
-    "--workers=1",
-  )
-  table = StoreReader(tmp_path / "x").split("train").documents()
-  assert table[:, 1].tolist() == [len(d.encode()) for d in documents]
-
-
-def test_long_texts_are_encoded_in_parts(monkeypatch):
-  """The same ids as at once, whether or not the model puts a space before a text."""
-  text = " ".join(TRAIN[:20])
-  plain = train_tokenizer(TRAIN, 400, "bpe")
-  foreign = foreign_vocabulary(TRAIN, remove_extra_whitespaces=False)
-  for tokenizer in (plain, Tokenizer(foreign)):
-    whole = tokenizer.encode(text)
-    with monkeypatch.context() as m:
-      m.setattr("nanosam.data.tokenizer._PART_CHARS", 100)
-      assert tokenizer.encode(text) == whole
-      assert "".join(tokenizer.decode(tokenizer.encode("x" * 950)).split()) == "x" * 950
-
-
-# ---- Bad input -----------------------------------------------------------------------------------
+# Bad input.
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_buckets_that_cannot_be_used(store, tmp_path):
       raise Refused(403, "x does not have storage.objects.create access.")
 
   store.trouble = read_only
-  with pytest.raises(UserError, match=r"does not have .* access.*may write to it"):
+  with pytest.raises(UserError, match=r"does not have .* access.*check the path and your access"):
     RemoteWorkdir(URI, str(tmp_path), ALONE)
 
 

@@ -1,0 +1,43 @@
+"""Counted FLOPs against closed forms."""
+
+import jax
+import jax.numpy as jnp
+from helpers.steps import VOCAB, make_step
+
+from nanosam.run import flops
+
+
+def test_flops_multiply_loops():
+  x = jnp.zeros((4, 8))
+  w = jnp.zeros((8, 8))
+
+  def loop(x):
+    return jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=5)[0]
+
+  def branches(p, x):
+    return jax.lax.cond(p, lambda x: loop(x), lambda x: x @ w, x)
+
+  one = 2 * 4 * 8 * 8
+  assert flops.count(jax.make_jaxpr(lambda x: x @ w)(x)) == one
+  assert flops.count(jax.make_jaxpr(jax.jit(loop))(x)) == 5 * one
+  assert flops.count(jax.make_jaxpr(branches)(True, x)) == 5 * one
+  assert flops.count(jax.make_jaxpr(branches)(True, x), branch=min) == one
+  unused = jax.make_jaxpr(lambda x: (x @ w, x + 1)[1])(x)
+  assert flops.count(unused) == 0
+
+
+def test_flops_of_a_step_are_the_books(tiny_config):
+  """3b + 3u for AdamW and twice that for SAM; b counts attention's full L x L."""
+  c = tiny_config
+  m, tokens = c.model, c.batch_size * c.model.L
+  c.head.chunk = m.L // 2
+  b = m.N * (8 * m.D**2 + 4 * m.D * m.F + 4 * m.L * m.D)
+  u = 2 * m.D * VOCAB
+  adamw = flops.count(make_step(c).trace().jaxpr)
+  assert adamw == 3 * (b + u) * tokens
+  c.opt.method = "sam"
+  assert flops.count(make_step(c).trace().jaxpr) == 2 * adamw
+  c.opt.method, c.head.residual = "func_sam", "store"
+  assert flops.count(make_step(c).trace().jaxpr) == (6 * b + 5 * u) * tokens
+  c.head.residual = "recompute"
+  assert flops.count(make_step(c).trace().jaxpr) == 2 * adamw
