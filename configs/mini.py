@@ -1,28 +1,27 @@
-"""The paper's recipe in miniature, for two CPU cores: its proportions, at smaller sizes.
+"""The paper's recipe in miniature, for two CPU cores: the same proportions at smaller sizes.
 
 python -m nanosam.train --config=configs/mini.py:method=sam,width=32,source=tokens:data/wiki
 
-500 steps of 8192 tokens: two to five minutes on two CPU cores with AdamW, about twice that with a
-second pass. On Wikipedia (results/mini) expect an eval loss of 4.36 at width 32 and 4.18 at width
-64.
+500 steps at width 32 take 2 to 4 minutes with AdamW, twice that with a second pass. Expect an eval
+loss of about 4.36 on Wikipedia (results/mini); on the embedded corpus it depends on your packages.
 
-Kept from the paper: depth 3, MLP 4 x width, tied embedding, AdamW with the reference's betas,
-linear warmup over the first tenth (1000 of 10,000 there), cosine decay to a tenth of the peak,
-decoupled weight decay, no clipping, a fixed number of steps for all methods, and roughly the
-tokens per parameter: 55 here, 126 in the paper's fixed-length runs of size 2M (embeddings
-counted). Changed, and why:
-- width 32 (64 to confirm) and 1024 pieces, so that a run takes minutes and is still not a small
-  fraction of the training that such a model can use;
-- 8192 tokens a step instead of 131,072, but not fewer: in a pilot (one seed) precond_func_sam
-  lost to AdamW at 2048 tokens a step and won at 16,384;
-- peak learning rate 3.2e-2, the best of a grid: small models want larger ones;
+What is kept: depth 3, MLP 4 x width, tied embedding, AdamW with the reference's betas, linear
+warmup over the first tenth (1000 of 10,000 there), cosine decay to a tenth of the peak, decoupled
+weight decay, no clipping, a fixed number of steps for all methods, and roughly the tokens per
+parameter: 55 here, 126 in the paper's fixed-length runs of size 2M (embeddings counted).
+What is not, and why:
+- width 32 (64 to confirm) and 1024 pieces, so that a run takes minutes and still trains the model
+  for long enough;
+- 8192 tokens per step rather than 131,072, but no fewer: in a pilot (one seed) precond_func_sam
+  lost to AdamW at 2048 tokens per step and won at 16,384;
+- peak learning rate 3.2e-2, the best of a grid: small models need larger ones;
 - fp32, as CPUs have no fast bf16; length 128 to match;
-- microbatches of four sequences: they fit in a core's cache, and the result is the same;
-- data that ends starts again, in the same way for all methods (`data/epoch` in the record);
-- the eval set is 1024 sequences, so that differences of a few thousandths show.
+- microbatches of four sequences, which fit in a core's cache; the result is the same;
+- data that ends is repeated, in the same way for all methods (see the record `data/epoch`);
+- the eval set has 1024 sequences, so that differences of a few thousandths can be seen.
 
 `tokens_per_parameter` (20: Chinchilla) sets the steps from the number of all parameters, which
-depends on the vocabulary: set `vocab_size` if the source's is not 1024.
+depends on the vocabulary: pass `vocab_size` if the source's is not 1024.
 """
 
 from nanosam import config
@@ -52,8 +51,8 @@ def get_config(arg=None):
   c.batch_size = args["batch_size"]
   c.grad_accumulation_steps = max(1, c.batch_size // MICROBATCH)
   c.data.source = args["source"]
-  c.data.vocab_size = args["vocab_size"]  # of the embedded corpus; a store brings its own
-  c.data.repeat = True  # data for a run need not last for one of twice its length
+  c.data.vocab_size = args["vocab_size"]  # of the embedded corpus; a store has its own
+  c.data.repeat = True  # enough for one run may not be enough for twice the steps
   c.opt.num_train_steps = args["steps"]
   if args["tokens_per_parameter"]:
     tokens = args["tokens_per_parameter"] * config.parameter_counts(c, args["vocab_size"])["total"]

@@ -1,10 +1,9 @@
 """A small model on the embedded corpus: nothing to download.
 
-python -m nanosam.train --config=configs/quickstart.py:method=precond_func_sam
+python -m nanosam.train --config=configs/quickstart.py[:method=sam]
 
-600 steps of 16 x 128 tokens: about two minutes on two CPU cores, twice that for methods with a
-second pass. Expect an eval loss near 4.95; it depends on the installed packages, whose
-documentation is the corpus.
+600 steps, about two minutes on two CPU cores with AdamW. Expect an eval loss of about 4.95; it
+depends on the versions of the packages whose documentation is the corpus.
 """
 
 from nanosam import config

@@ -63,12 +63,12 @@ def run_cost(
   if peak is None:
     return {}
   hours = c.opt.num_train_steps * plan.flops_per_device / (peak * utilization) / 3600
-  chips = {"hours": hours, "chip_hours": hours * plan.devices}
   return {
     "num_train_steps": c.opt.num_train_steps,
     "peak": peak,
     "utilization": utilization,
-    **chips,
+    "hours": hours,
+    "chip_hours": hours * plan.devices,
   }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from nanosam.config import lookup
 from nanosam.optim.methods import METHODS
+from nanosam.study.tables import Table, markdown
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import UserError
@@ -58,15 +59,16 @@ def plan(size: str, method: str) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-  lines = ["| size | method | chips | peak GiB | fits | FLOPs a step | hours at 40 % | compile s |"]
-  lines.append("|" + "---|" * 8)
-  for r in rows:
-    lines.append(
-      f"| {r['size']} | {r['method']} | {r['topology']} | {r['peak_bytes_per_device'] / 2**30:.2f} "
-      f"| {'yes' if r['fits'] else 'no'} | {r['flops_per_device'] * r['devices']:.3g} "
-      f"| {r['hours']:.1f} | {r['compile_seconds']:.0f} |"
-    )
-  return "\n".join(lines) + "\n"
+  head = "size, method, chips, peak GiB, fits, FLOPs a step, hours at 40 %, compile s".split(", ")
+  cells = [
+    [
+      *(r["size"], r["method"], r["topology"], f"{r['peak_bytes_per_device'] / 2**30:.2f}"),
+      *("yes" if r["fits"] else "no", f"{r['flops_per_device'] * r['devices']:.3g}"),
+      *(f"{r['hours']:.1f}", f"{r['compile_seconds']:.0f}"),
+    ]
+    for r in rows
+  ]
+  return "\n".join(markdown(Table(head, cells)))
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def draw(lab: Lab, setting: Setting, report: Report, folder: pathlib.Path) -> No
   if lab.name == "fig1":
     groups = [g for g in report.groups if math.isfinite(g.mean)]
     series = {g.label: {s: r.curve("step") for s, r in sorted(g.best.runs.items())} for g in groups}
-    figures.curves(folder / f"curves{suffix}", series, ADAMW, "steps")
+    figures.losses(folder / f"curves{suffix}", series, "steps", ADAMW)
   elif lab.name == "fig3":
     points, baseline = blocks.rho_points(report)
     if points:

@@ -88,6 +88,9 @@ class Lab:
     # AdamW comes first: everything is compared with it.
     self.methods = (ADAMW, *(m for m in self.methods or experiment.methods if m != ADAMW))
     self.settings = experiment.settings[self.scale]
+    self.shared: Overrides = {"wandb.tags": self.name}
+    if self.source:
+      self.shared["data.source"] = self.source
     self.measures = experiment.measures
     # Diagnostics change neither the result nor the id of a run, so these runs need another folder.
     self.folder = self.out / ("runs-tau" if "tau" in experiment.stages else "runs")
@@ -97,17 +100,12 @@ class Lab:
 
   def spec(self, setting: Setting, method: str) -> str:
     arguments = {**setting.arguments, "method": method, **self.arguments}
-    if self.scale == "mini" and self.source:
-      arguments["source"] = self.source
     text = ",".join(f"{k}={v}" for k, v in arguments.items())
     return f"{os.path.relpath(ROOT / 'configs' / setting.config)}:{text}"
 
-  def source_overrides(self) -> Overrides:
-    return {"data.source": self.source} if self.scale == "paper" and self.source else {}
-
   def config(self, setting: Setting, method: str, overrides: Overrides | None = None) -> Any:
     c = config_lib.load(self.spec(setting, method))
-    for key, value in {**self.source_overrides(), **(overrides or {})}.items():
+    for key, value in {**self.shared, **(overrides or {})}.items():
       config_lib.override(c, key, str(value))
     return c
 
@@ -178,9 +176,8 @@ class Lab:
 
   def stage(self, name: str) -> list[sweeps.Spec]:
     """The runs of a stage, each once."""
-    shared = {**self.source_overrides(), "wandb.tags": self.name}
     return [
-      (self.spec(setting, method), {**shared, **overrides, "seed": k, "data_seed": k})
+      (self.spec(setting, method), {**self.shared, **overrides, "seed": k, "data_seed": k})
       for setting in self.settings
       for method, overrides, seeds in self._cells(name, setting)
       for k in range(1, seeds + 1)  # whatever is tuned is tuned on the first

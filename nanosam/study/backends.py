@@ -223,8 +223,7 @@ def execute(
   done: Sequence[str] = (runs.FINISHED,),
 ) -> dict[str, str]:
   """Trains every run whose state is not in `done`; what became of each, by id."""
-  stored = {job.id: job.stored() for job in jobs}
-  todo = [job for job in jobs if not (run := stored[job.id]) or run.state not in done]
+  todo = [job for job in jobs if not (run := job.stored()) or run.state not in done]
   outcomes = {job.id: SKIPPED for job in jobs}
   if todo:
     say(f"{len(jobs)} runs, {len(jobs) - len(todo)} finished before")

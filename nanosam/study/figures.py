@@ -50,6 +50,7 @@ SETTINGS: Any = {
 }
 Target = pathlib.Path | io.StringIO  # where a figure goes: files, or the text of an SVG
 Curve = tuple[np.ndarray, np.ndarray]  # x, y
+Curves = Mapping[str, Mapping[Any, Curve]]  # by method and seed
 
 
 def check_installed() -> None:
@@ -80,46 +81,33 @@ def figure(target: Target, panels: int, size: tuple[float, float]) -> Iterator[A
 ONE_PANEL = (5.2, 3.5)
 
 
-def curves(
-  target: Target, runs: Mapping[str, Mapping[Any, Curve]], baseline: str, x_label: str
-) -> None:
-  """`runs[method][seed]` = (x, eval loss): the curves, and their paired distance to the baseline.
+def losses(target: Target, runs: Curves, x_label: str, baseline: str = "") -> None:
+  """Eval loss; with a baseline, a second panel has the paired distance to it.
 
   Lines are means over seeds, bands the range over seeds.
   """
-  with figure(target, 2, (9, 3.6)) as (left, right):
-    _draw_losses(left, runs, x_label)
-    _draw_gaps(right, runs, baseline, x_label)
+  with figure(target, 2 if baseline else 1, (9, 3.6) if baseline else ONE_PANEL) as (ax, *beside):
+    for method, by_seed in runs.items():
+      _band(ax, *mean_curve(by_seed), *STYLES.get(method, OTHER), method)
+    # The first evaluations are far above the rest, which is what one wants to see.
+    every = [y for by_seed in runs.values() for _, y in by_seed.values()]
+    low, top = min(y.min() for y in every), max(np.median(y) for y in every)
+    if top > low:
+      ax.set_ylim(low - 0.1 * (top - low), low + 3 * (top - low))
+    ax.set(xlabel=x_label, ylabel="eval loss")
+    ax.legend(loc="upper right")
+    if baseline:
+      _draw_gaps(beside[0], runs, x_label, baseline)
 
 
-def losses(target: Target, runs: Mapping[str, Mapping[Any, Curve]], x_label: str) -> None:
+def gaps(target: Target, runs: Curves, x_label: str, baseline: str) -> None:
+  """The paired distance to the baseline."""
   with figure(target, 1, ONE_PANEL) as (ax,):
-    _draw_losses(ax, runs, x_label)
-
-
-def gaps(
-  target: Target, runs: Mapping[str, Mapping[Any, Curve]], baseline: str, x_label: str
-) -> None:
-  with figure(target, 1, ONE_PANEL) as (ax,):
-    _draw_gaps(ax, runs, baseline, x_label)
+    _draw_gaps(ax, runs, x_label, baseline)
     _legend_above(ax)
 
 
-def _draw_losses(ax: Any, runs: Mapping[str, Mapping[Any, Curve]], x_label: str) -> None:
-  for method, by_seed in runs.items():
-    _band(ax, *mean_curve(by_seed), *STYLES.get(method, OTHER), method)
-  # The first evaluations are far above the rest, which is what one wants to see.
-  every = [y for by_seed in runs.values() for _, y in by_seed.values()]
-  low, top = min(y.min() for y in every), max(np.median(y) for y in every)
-  if top > low:
-    ax.set_ylim(low - 0.1 * (top - low), low + 3 * (top - low))
-  ax.set(xlabel=x_label, ylabel="eval loss")
-  ax.legend(loc="upper right")
-
-
-def _draw_gaps(
-  ax: Any, runs: Mapping[str, Mapping[Any, Curve]], baseline: str, x_label: str
-) -> None:
+def _draw_gaps(ax: Any, runs: Curves, x_label: str, baseline: str) -> None:
   base = runs.get(baseline, {})
   for method, by_seed in runs.items():
     if method != baseline and (found := gap(by_seed, base)):
@@ -128,7 +116,7 @@ def _draw_gaps(
   ax.set(xlabel=x_label, ylabel=f"eval loss minus {baseline}")
 
 
-def mean_curve(by_seed: Mapping[Any, Curve]) -> tuple[np.ndarray, np.ndarray]:
+def mean_curve(by_seed: Mapping[Any, Curve]) -> Curve:
   """(x, y by seed) where all seeds were evaluated; a measured x (time) is averaged."""
   xs = [x for x, _ in by_seed.values()]
   if len({len(x) for x in xs}) == 1:
@@ -137,9 +125,7 @@ def mean_curve(by_seed: Mapping[Any, Curve]) -> tuple[np.ndarray, np.ndarray]:
   return x, np.stack([np.interp(x, *curve) for curve in by_seed.values()])
 
 
-def gap(
-  by_seed: Mapping[Any, Curve], base: Mapping[Any, Curve]
-) -> tuple[np.ndarray, np.ndarray] | None:
+def gap(by_seed: Mapping[Any, Curve], base: Mapping[Any, Curve]) -> Curve | None:
   """(x, distance to the baseline by seed) where both have values; None if they share no seed."""
   common = [s for s in by_seed if s in base]
   if not common:
