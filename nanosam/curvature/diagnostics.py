@@ -9,8 +9,6 @@ from nanosam.optim import base
 from nanosam.run.step import TrainState, TrainStep
 from nanosam.system.errors import UsageError
 
-TAU = "tau/logit"  # is in every record of a measurement
-
 
 def validation_rows(source: Source, c: Any, rows: int, fewer: str) -> Batch:
   """The first `rows` rows of the validation split, all full; `fewer` says how to ask for less."""
