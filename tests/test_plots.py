@@ -5,13 +5,12 @@ import shutil
 import pytest
 from helpers.drawn import read_figure
 
+from nanosam import plots
 from nanosam.run.metrics_file import read_metrics
 from nanosam.system import errors
 
 
 def draw(*words):
-  from nanosam import plots
-
   plots.main(["plots", *words])
 
 

@@ -2,7 +2,7 @@
 
     python -m nanosam.data.prepare --input='c4/*.json.gz' --output=DIR --vocab_size=32000
 
-Reads JSON lines, Parquet, TFRecord (tf.Example) and text (one document a file), plain or gzipped.
+Reads JSON lines, Parquet, TFRecord (tf.Example) and text (one document per file), plain or gzipped.
 The same files and arguments give the same bytes, whatever the number of workers. After being
 killed, the same command resumes and keeps the shards that are complete. In the end DIR holds
 

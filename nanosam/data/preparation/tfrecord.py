@@ -53,19 +53,13 @@ def _skip(file: IO[bytes], length: int) -> None:
     length -= len(_read(file, min(length, 1 << 20)))
 
 
-def frame(data: bytes) -> bytes:
-  """A record as it stands in a file."""
-  length = len(data).to_bytes(_LENGTH_BYTES, "little")
-  return length + masked_crc32c(length) + data + masked_crc32c(data)
-
-
 # ---- Protobuf ------------------------------------------------------------------------------------
 
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
-_FIXED = {FIXED64: 8, FIXED32: 4}  # bytes
+_VARINT, _BYTES = 0, 2  # wire types
+_FIXED = {1: 8, 5: 4}  # bytes of the wire types of fixed size
 
 
-def varint(n: int) -> bytes:
+def _varint(n: int) -> bytes:
   out = bytearray()
   while n > 0x7F:
     out.append(n & 0x7F | 0x80)
@@ -74,9 +68,8 @@ def varint(n: int) -> bytes:
   return bytes(out)
 
 
-def field(number: int, wire_type: int, payload: bytes) -> bytes:
-  length = varint(len(payload)) if wire_type == BYTES else b""
-  return varint(number << 3 | wire_type) + length + payload
+def _field(number: int, payload: bytes) -> bytes:
+  return _varint(number << 3 | _BYTES) + _varint(len(payload)) + payload
 
 
 def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
@@ -85,14 +78,14 @@ def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
   while at < len(message):
     key, at = _read_varint(message, at)
     wire_type = key & 7
-    if wire_type == BYTES:
+    if wire_type == _BYTES:
       length, at = _read_varint(message, at)
       if at + length > len(message):
         raise ValueError("a field extends past the end of the record")
       if key >> 3 == wanted:
         yield message[at : at + length]
       at += length
-    elif wire_type == VARINT:
+    elif wire_type == _VARINT:
       _, at = _read_varint(message, at)
     elif wire_type in _FIXED:
       at += _FIXED[wire_type]
@@ -132,6 +125,6 @@ def example_features(record: bytes) -> dict[str, list[bytes] | None]:
 
 def text_example(name: str, text: bytes) -> bytes:
   """A tf.Example with one bytes feature."""
-  feature = field(1, BYTES, field(1, BYTES, text))
-  entry = field(1, BYTES, name.encode()) + field(2, BYTES, feature)
-  return field(1, BYTES, field(1, BYTES, entry))
+  feature = _field(1, _field(1, text))
+  entry = _field(1, name.encode()) + _field(2, feature)
+  return _field(1, _field(1, entry))
