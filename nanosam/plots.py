@@ -6,7 +6,7 @@ python -m nanosam.plots --workdir=DIR --out=FILE [--what=loss|tau|tau_precond]
 import pathlib
 
 from nanosam.run.record import read_config
-from nanosam.study.figures import run_curve, tau_series, taus
+from nanosam.study.figures import read_taus, run_curve, taus
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
   if args.what == "loss":
     run_curve(args.out, args.workdir)
   else:
-    taus(args.out, {args.workdir.name: tau_series(args.workdir, args.what)})
+    taus(args.out, {args.workdir.name: read_taus(args.workdir, args.what)})
 
 
 if __name__ == "__main__":

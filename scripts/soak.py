@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -170,13 +169,12 @@ def steps(workdir: pathlib.Path) -> list[int]:
 def compare(whole: pathlib.Path, killed: pathlib.Path) -> list[str]:
   """What differs, a line each."""
   differences = []
-  for name in ("train/loss", "eval/loss", "eval/loss_sem", "eval/bits_per_byte"):
-    expected, found = ([*values(w, name)] for w in (whole, killed))
+  expected, found = losses(whole), losses(killed)
+  if expected != found:
     wrong = [pair for pair in zip(expected, found, strict=False) if pair[0] != pair[1]]
-    if len(expected) != len(found) or wrong:
-      differences.append(
-        f"{name}: {len(found)} records instead of {len(expected)}; first difference: {wrong[:1]}"
-      )
+    differences.append(
+      f"{len(found)} losses on record instead of {len(expected)}; first difference: {wrong[:1]}"
+    )
   one, other = (arrays(w, steps(w)[-1]) for w in (whole, killed))
   for path in sorted(one.keys() | other.keys()):
     if path not in one or path not in other:
@@ -187,10 +185,10 @@ def compare(whole: pathlib.Path, killed: pathlib.Path) -> list[str]:
   return differences
 
 
-def values(workdir: pathlib.Path, name: str) -> Iterator[tuple[int, float]]:
-  for record in read_metrics(workdir / METRICS_FILE):
-    if name in record:
-      yield record["step"], record[name]
+def losses(workdir: pathlib.Path) -> list[tuple[int, str, float]]:
+  names = ("train/loss", "eval/loss", "eval/loss_sem", "eval/bits_per_byte")
+  records = read_metrics(workdir / METRICS_FILE)
+  return [(r["step"], name, r[name]) for r in records for name in names if name in r]
 
 
 def arrays(workdir: pathlib.Path, step: int) -> dict[str, Any]:

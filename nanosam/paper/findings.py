@@ -179,5 +179,5 @@ def draw_taus(reports: Mapping[str, Report], folder: pathlib.Path) -> None:
     panels = {}
     for label, report in reports.items():
       first = next(iter(report.groups[0].best.runs.values()))
-      panels[label] = figures.tau_series(first.path, prefix)
+      panels[label] = figures.read_taus(first.path, prefix)
     figures.taus(folder / name, panels)

@@ -122,10 +122,17 @@ class RunSet:
     found = []
     for g in self.groups:
       for prefix, what in (("tau", "along g"), ("tau_precond", "along M⁻¹g")):
-        by_seed = {t: self._series(g, f"{prefix}/{t}") for t in figures.TAU_STYLES}
-        if not all(by_seed.values()):
+        series = {
+          seed: taus
+          for seed, run in g.best.runs.items()
+          if (taus := figures.tau_series(self.records[run.path], prefix))
+        }
+        if not series:
           continue
-        means = {t: figures.mean_curve(series) for t, series in by_seed.items()}
+        means = {
+          t: figures.mean_curve({seed: taus[t] for seed, taus in series.items()})
+          for t in figures.TAU_STYLES
+        }
         panel = {g.label: {t: (x, y_SxX.mean(0)) for t, (x, y_SxX) in means.items()}}
         found.append(
           self.figure(
@@ -135,15 +142,6 @@ class RunSet:
             functools.partial(figures.taus, runs=panel),
           )
         )
-    return found
-
-  def _series(self, group: comparison.Group, metric: str) -> dict[Any, Curve]:
-    found = {}
-    for seed, run in group.best.runs.items():
-      pairs = [(r["step"], r[metric]) for r in self.records[run.path] if metric in r]
-      if pairs:
-        x, y = np.array(pairs, float).T
-        found[seed] = x, y
     return found
 
   def cost(self) -> Table:

@@ -265,12 +265,17 @@ def pruning(target: Target, runs: Sequence[Mapping[str, Any]]) -> None:
     ax.legend()
 
 
-def tau_series(workdir: pathlib.Path, prefix: str = "tau") -> dict[str, Any]:
-  """(step, tau) of each kind over a run that was trained with diagnostics.every."""
-  records = [r for r in _records(workdir) if f"{prefix}/logit" in r]
-  if not records:
-    raise UserError(
-      f"{workdir} has no {prefix}/logit on record: train it with --config.diagnostics.every=STEPS"
-    )
-  steps = np.array([r["step"] for r in records])
-  return {k: (steps, np.array([r[f"{prefix}/{k}"] for r in records])) for k in TAU_STYLES}
+def tau_series(records: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, Curve]:
+  """(step, tau) of each kind; nothing unless the run was trained with diagnostics.every."""
+  measured = [r for r in records if f"{prefix}/logit" in r]
+  steps = np.array([r["step"] for r in measured], float)
+  kinds = TAU_STYLES if measured else ()
+  return {k: (steps, np.array([r[f"{prefix}/{k}"] for r in measured], float)) for k in kinds}
+
+
+def read_taus(workdir: pathlib.Path, prefix: str) -> dict[str, Curve]:
+  if found := tau_series(_records(workdir), prefix):
+    return found
+  raise UserError(
+    f"{workdir} has no {prefix}/logit on record: train it with --config.diagnostics.every=STEPS"
+  )
