@@ -4,7 +4,7 @@
 #   bash scripts/get_c4.sh K [DIR]        (DIR: c4 if not given)
 #
 # A shard has about 320 MB, 356,000 documents and 170 million tokens; the paper's fixed-length runs
-# take eight. Run again after a break, it goes on where it was. NANOSAM_C4_URL names another mirror.
+# take eight. Run again after an interruption, it resumes. NANOSAM_C4_URL names another mirror.
 set -euo pipefail
 
 base=${NANOSAM_C4_URL:-https://huggingface.co/datasets/allenai/c4/resolve/main/en}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a small language model on this machine's CPU and lets it write: nothing to download but packages.
+# Trains a small language model on this machine's CPU and samples from it: nothing to download but packages.
 # usage: bash scripts/quickstart.sh [method]
 set -euo pipefail
 cd "$(dirname "$0")/.."
