@@ -248,9 +248,8 @@ def _process_chunks(
 
   def show() -> None:
     rate = documents / max(time.monotonic() - started, 1e-9)
-    line = (
-      f"{100 * (skipped + done) / total:.0f}%  {documents:,} documents  {rate:,.0f} documents/s"
-    )
+    percent = 100 * (skipped + done) / max(total, 1)
+    line = f"{percent:.0f}%  {documents:,} documents  {rate:,.0f} documents/s"
     progress.work(line, done, total - skipped)
 
   def collect(at_most: int) -> None:
@@ -265,6 +264,7 @@ def _process_chunks(
         documents += sum(s["tokens"]["documents"] for s in shards)
       show()
 
+  show()
   with contextlib.closing(progress), _workers(workers) as pool:
     for chunk, stored_bytes in make_chunks(unfinished, plan, rules):
       if chunk is None:
