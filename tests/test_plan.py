@@ -65,20 +65,20 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 def test_collectives_count_as_often_as_their_loops_run():
-  assert hlo.bytes_by_kind(hlo.collectives(PROGRAM)) == {
+  assert hlo.collective_bytes(PROGRAM) == {
     "all-gather": 5 * 32 * 2 + 32 * 2,  # in the loop, and one in two parts
     "reduce-scatter": 5 * 16 * 4 * 2 + 8 * 2 * 4,  # and the larger branch, whole
     "collective-permute": 8 * 4,
   }
   with pytest.raises(ValueError, match="how often"):
-    hlo.collectives(PROGRAM.replace("constant(5)", "parameter(1)"))
+    hlo.collective_bytes(PROGRAM.replace("constant(5)", "parameter(1)"))
 
 
 def test_scanned_layers_gather_their_parameters_each_time(tiny_config):
   def gathered(layers):
     tiny_config.model.update(N=layers, scan_layers=True)
     compiled = TrainStep(tiny_config, 96, sharding.make_mesh(1, 8)).trace().lower().compile()
-    return hlo.bytes_by_kind(hlo.collectives(compiled.as_text()))["all-gather"]
+    return hlo.collective_bytes(compiled.as_text())["all-gather"]
 
   D, F = tiny_config.model.D, tiny_config.model.F
   layer = 4 * (4 * D * D + 2 * D * F)  # bytes
