@@ -1,6 +1,5 @@
 """A config's train step compiled for chips that are not here: its memory, FLOPs and collectives."""
 
-import dataclasses
 import math
 import os
 import re
@@ -36,28 +35,6 @@ LIBTPU_ENVIRONMENT = {
   "TPU_LOG_DIR": "disabled",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip to fight over
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """One step on one device, unless it says otherwise."""
-
-  method: str
-  topology: str
-  devices: int
-  device_kind: str
-  mesh: dict[str, int]
-  parameters: int
-  vocab_size: int
-  argument_bytes_per_device: int  # state and batch
-  temp_bytes_per_device: int  # beside the arguments, at the peak
-  peak_bytes_per_device: int
-  hbm_bytes_per_device: int
-  fits: bool
-  flops_per_device: float
-  collective_bytes_per_device: int | None  # None: the compiler gave up for want of memory
-  collective_bytes_by_kind: dict[str, int] | None
-  compile_seconds: float
 
 
 def known_topologies() -> str:
@@ -99,31 +76,32 @@ def devices_of(topology: str) -> tuple[list[Any], int]:
 
 def measure(
   c: ml_collections.ConfigDict, vocab_size: int, devices: list[Any], hbm_bytes: int, topology: str
-) -> Plan:
+) -> dict[str, Any]:
+  """One step on one device, for JSON."""
   mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp, devices)
   check_devices(c, sharding.shards(mesh))
   train_step = TrainStep(c, vocab_size, mesh)
   traced = train_step.trace()
   start = time.monotonic()
   arguments, peak, moved = compile_step(traced, train_step)
-  return Plan(
-    method=c.opt.method,
-    topology=topology,
-    devices=len(devices),
-    device_kind=devices[0].device_kind,
-    mesh=dict(mesh.shape),
-    parameters=sum(x.size for x in jax.tree.leaves(train_step.abstract_params)),
-    vocab_size=vocab_size,
-    argument_bytes_per_device=arguments,
-    temp_bytes_per_device=peak - arguments,
-    peak_bytes_per_device=peak,
-    hbm_bytes_per_device=hbm_bytes,
-    fits=peak <= hbm_bytes,
-    flops_per_device=flops.count(traced.jaxpr) / len(devices),
-    collective_bytes_per_device=None if moved is None else sum(moved.values()),
-    collective_bytes_by_kind=moved,
-    compile_seconds=time.monotonic() - start,
-  )
+  return {
+    "method": c.opt.method,
+    "topology": topology,
+    "devices": len(devices),
+    "device_kind": devices[0].device_kind,
+    "mesh": dict(mesh.shape),
+    "parameters": sum(x.size for x in jax.tree.leaves(train_step.abstract_params)),
+    "vocab_size": vocab_size,
+    "argument_bytes_per_device": arguments,  # state and batch
+    "temp_bytes_per_device": peak - arguments,  # beside the arguments, at the peak
+    "peak_bytes_per_device": peak,
+    "hbm_bytes_per_device": hbm_bytes,
+    "fits": peak <= hbm_bytes,
+    "flops_per_device": flops.count(traced.jaxpr) / len(devices),
+    "collective_bytes_per_device": None if moved is None else sum(moved.values()),
+    "collective_bytes_by_kind": moved,  # None: the compiler gave up for want of memory
+    "compile_seconds": time.monotonic() - start,
+  }
 
 
 def compile_step(traced: Any, train_step: TrainStep) -> tuple[int, int, dict[str, int] | None]:

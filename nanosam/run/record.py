@@ -105,18 +105,13 @@ def _version(name: str) -> str | None:
 
 
 def _git_commit() -> str | None:
+  command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
   here = pathlib.Path(__file__).parent
   try:
-    run = subprocess.run(
-      ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-      cwd=here,
-      capture_output=True,
-      text=True,
-      timeout=10,
-    )
-  except (OSError, subprocess.TimeoutExpired):
+    found = subprocess.check_output(command, cwd=here, stderr=subprocess.DEVNULL, timeout=10)
+  except (OSError, subprocess.SubprocessError):
     return None
-  return run.stdout.strip() or None if run.returncode == 0 else None
+  return found.decode().strip() or None
 
 
 def write_config(

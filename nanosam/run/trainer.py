@@ -56,7 +56,9 @@ def open_trainer(
   eval_data = eval_set(session.source, c)
   evaluator = Evaluator(train_step.model, eval_data, c.eval_batch_size, mesh)
   say(f"{c.opt.method} on {mesh.size} x {kind}; compiling the step")
-  compiled = CompiledStep.of(train_step)
+  traced = train_step.trace()
+  counts = flops.count(traced.jaxpr), flops.count(traced.jaxpr, branch=min)
+  compiled = CompiledStep(traced.lower().compile(), *counts)
   params = train_step.abstract_params
   overview = parameter_overview.get_parameter_overview(params, include_stats=False)
   say(f"{overview}\n{compiled.flops:.3g} FLOPs a step")
@@ -156,15 +158,6 @@ class CompiledStep(NamedTuple):
   call: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
   flops: float
   flops_unperturbed: float  # while rho is 0
-
-  @classmethod
-  def of(cls, train_step: TrainStep) -> "CompiledStep":
-    traced = train_step.trace()
-    counts = flops.count(traced.jaxpr), flops.count(traced.jaxpr, branch=min)
-    return cls(traced.lower().compile(), *counts)
-
-  def flops_at(self, rho: float) -> float:
-    return self.flops if rho > 0 else self.flops_unperturbed
 
 
 def _open_writers(session: Session, eval_data: EvalSet, compiled: CompiledStep) -> Writer:
@@ -279,7 +272,9 @@ class Trainer(Session):
     loss = float(metrics.get("train/loss", metrics.get("train/loss_perturbed")))
     if spike := self.spikes.update(loss):
       self.progress.note(f"warning: step {step}: {spike}")
-    self.meter.step(int(tokens), self.compiled.flops_at(metrics["opt/rho"]))
+    perturbed = metrics["opt/rho"] > 0
+    cost = self.compiled.flops if perturbed else self.compiled.flops_unperturbed
+    self.meter.step(int(tokens), cost)
     if step % self.c.log_every_steps == 0 or step in (1, self.c.opt.num_train_steps):
       if self.checkpoints:
         self.checkpoints.check()  # a save that failed in the background
