@@ -15,14 +15,7 @@ import ml_collections
 
 from nanosam import config as config_lib
 from nanosam.run import flops
-from nanosam.run.footprint import (
-  GIB,
-  REMEDIES,
-  devices_of,
-  known_topologies,
-  measure,
-  vocabulary,
-)
+from nanosam.run.footprint import GIB, REMEDIES, devices_of, known_topologies, measure
 from nanosam.run.validate import validate
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
@@ -37,7 +30,9 @@ def main(argv: list[str]) -> None:
   good = 0 < args.utilization <= 1 and (args.peak or 1) > 0
   need(good, "--utilization must be in (0, 1], and --peak above 0")
   devices, hbm_bytes = devices_of(args.topology)
-  facts = measure(c, vocabulary(c, args.vocab_size), devices, hbm_bytes, args.topology)
+  # The data may not be here yet, so it is not asked.
+  known = c.data.vocab_size if c.data.source == "embedded" else config_lib.PAPER_VOCABULARY
+  facts = measure(c, args.vocab_size or known, devices, hbm_bytes, args.topology)
   facts |= run_cost(c, facts, args.peak, args.utilization)
   print(json.dumps(facts, indent=2) if args.json else report(c, facts))
 

@@ -27,34 +27,17 @@ from nanosam.system.errors import UserError, say
 FORMAT = 1  # raise it when the same packages give other documents or another store
 
 # Direct dependencies and some of theirs. Changing the list changes the corpus and every result.
-DISTRIBUTIONS = (
-  "absl-py",
-  "clu",
-  "etils",
-  "flax",
-  "fsspec",
-  "grain",
-  "jax",
-  "ml-collections",
-  "numpy",
-  "optax",
-  "orbax-checkpoint",
-  "pydantic",
-  "rich",
-  "scipy",
-  "sentencepiece",
-  "tensorflow-datasets",
-  "treescope",
-  "wandb",
-)
+DISTRIBUTIONS = """
+  absl-py clu etils flax fsspec grain jax ml-collections numpy optax orbax-checkpoint pydantic rich
+  scipy sentencepiece tensorflow-datasets treescope wandb
+""".split()
 # Tests, copies of other projects, and parts of Python that some systems package separately.
 _SKIPPED_DIRECTORIES = frozenset(
-  {
-    *("test", "tests", "testing", "__pycache__"),
-    *("vendor", "vendored", "_vendor", "third_party", "extern", "externals"),
-    *("site-packages", "dist-packages", "ensurepip", "idlelib", "lib2to3", "lib-dynload"),
-    *("tkinter", "turtledemo"),
-  }
+  """
+  test tests testing __pycache__
+  vendor vendored _vendor third_party extern externals
+  site-packages dist-packages ensurepip idlelib lib2to3 lib-dynload tkinter turtledemo
+  """.split()
 )
 _MIN_DOCUMENT_CHARS = 200
 _MIN_ENTRY_CHARS = 40

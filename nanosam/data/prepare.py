@@ -11,11 +11,7 @@ killed, the same command resumes and keeps the shards that are complete. In the 
                                  data.source=tfds:DIR, tokenised again on the fly
     prepare.json                 arguments, input files, summary, checksums of text/
 
-and until then
-
-    unfinished/00003-00012/      chunk 12 of group 3 of the input files (see worker.py)
-    unfinished/group-00003.json  number of chunks in that group
-    unfinished/complete.json     all chunks are there and are being moved into place
+and until then the chunks of the input files in unfinished/ (see chunking.py and worker.py).
 """
 
 import argparse
@@ -47,7 +43,7 @@ from nanosam.system.files import PARTIAL, disk_errors, lock_file, write_atomical
 from nanosam.system.progress import Progress
 
 _UNFINISHED = "unfinished"
-_COMPLETE = "complete.json"
+_COMPLETE = "complete.json"  # all chunks are there and are being moved into place
 _POLL_SECONDS = 0.5
 
 

@@ -11,7 +11,6 @@ import ml_collections
 import psutil
 from jax.experimental import topologies
 
-from nanosam import config as config_lib
 from nanosam.model import sharding
 from nanosam.run import flops, hlo
 from nanosam.run.step import TrainStep
@@ -40,12 +39,6 @@ LIBTPU_ENVIRONMENT = {
 def known_topologies() -> str:
   grids = ", ".join(f"{name}:{grid}" for name, (_, grid) in CHIPS.items())
   return f"a grid of chips such as {grids}, or cpu:8"
-
-
-def vocabulary(c: ml_collections.ConfigDict, given: int | None) -> int:
-  """The data may not be here yet, so it is not asked."""
-  embedded = c.data.source == "embedded"
-  return given or (c.data.vocab_size if embedded else config_lib.PAPER_VOCABULARY)
 
 
 def devices_of(topology: str) -> tuple[list[Any], int]:

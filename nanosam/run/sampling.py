@@ -50,7 +50,8 @@ class Sampler:
         ended_N |= new_N == eos
         if ended_N[:num].all():
           break
-    return [_until(eos, row, len(prompt)) for row in ids_NxT[:num].tolist()]
+    found = ids_NxT[:num].tolist()
+    return [ids[: [*ids, eos].index(eos, len(prompt))] for ids in found]  # up to the end, if any
 
   def _next_tokens(
     self, params: Params, tokens_NxL: jax.Array, last: int, key: jax.Array, place: jax.Array
@@ -66,7 +67,3 @@ class Sampler:
     keys_N = jax.vmap(lambda n: jax.random.fold_in(jax.random.fold_in(key, n), place))(rows_N)
     choice_N = jax.vmap(jax.random.categorical)(keys_N, best_NxK / self._temperature)
     return jnp.take_along_axis(ids_NxK, choice_N[:, None], axis=1)[:, 0]
-
-
-def _until(eos: int, ids: list[int], start: int) -> list[int]:
-  return ids[: ids.index(eos, start)] if eos in ids[start:] else ids

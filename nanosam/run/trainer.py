@@ -279,15 +279,12 @@ class Trainer(Session):
       if self.checkpoints:
         self.checkpoints.check()  # a save that failed in the background
       self.workdir.check()
-      values = {**metrics, **self.meter.read(), **self.data_metrics(pending)}
+      first_row = sharding.local_rows(self.train_step.mesh, self.c.batch_size).start
+      hashes = self.hosts.gather(batch_hash(pending.batch, first_row))  # of the tokens it saw
+      data = {"data/epoch": pending.epoch, "data/batch_hash": combine_hashes(hashes)}
+      values = {**metrics, **self.meter.read(), **data}
       self.writers.write(step, values)
       self.progress.update(step, loss=loss, tokens_per_sec=values["perf/tokens_per_sec"])
-
-  def data_metrics(self, pending: Pending) -> dict[str, Any]:
-    """The passes over the data so far, and a hash that proves which tokens a step saw."""
-    first_row = sharding.local_rows(self.train_step.mesh, self.c.batch_size).start
-    hashes = self.hosts.gather(batch_hash(pending.batch, first_row))
-    return {"data/epoch": pending.epoch, "data/batch_hash": combine_hashes(hashes)}
 
   def bad_step(self, pending: Pending, metrics: dict[str, Any]) -> UserError:
     self.writers.write(pending.step, metrics)

@@ -66,11 +66,6 @@ def validate(c: ml_collections.ConfigDict) -> None:
     except re.error as e:
       raise UsageError(f"{key}={values[key]} is not a regex: {e}") from e
   parse_steps(c.profile_steps)
-  _sizes(c)
-  _method(c)
-
-
-def _sizes(c: ml_collections.ConfigDict) -> None:
   m, o = c.model, c.opt
   need(
     m.D % m.H == 0,
@@ -87,6 +82,7 @@ def _sizes(c: ml_collections.ConfigDict) -> None:
     f"opt.warmup_steps={o.warmup_steps} is longer than opt.num_train_steps={o.num_train_steps}: "
     f"set it to {o.num_train_steps // 10}, a tenth",
   )
+  _method(c)
 
 
 def _multiples(value: int, of: int) -> str:
