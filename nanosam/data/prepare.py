@@ -205,11 +205,8 @@ def _vocabulary(out: Path, plan: Plan, rules: Rules, a: argparse.Namespace) -> P
   if a.tokenizer:
     tokenizer = Tokenizer.load(a.tokenizer)
   else:
-    print(
-      f"training a {a.model_type} vocabulary of {a.vocab_size} pieces ...",
-      file=sys.stderr,
-      flush=True,
-    )
+    what = f"a {a.model_type} vocabulary of {a.vocab_size} pieces"
+    print(f"training {what} ...", file=sys.stderr, flush=True)
     settings = {k: getattr(a, k) for k in vocabulary.SETTINGS}
     paths = [i.path for i in plan.inputs if i.split != "validation"]
     with _workers(1) as pool:  # the memory is freed when this process ends
