@@ -46,12 +46,9 @@ def open_tfds(
     if split not in builder.info.splits:
       known = ", ".join(builder.info.splits)
       raise UserError(f"{directory} has no {split} split, only {known}")
-  return TfdsSource(
-    train=Texts(directory, "train", text_field),
-    validation=Texts(directory, "validation", text_field),
-    tokenizer=model,
-    identity={s: list(i.shard_lengths) for s, i in builder.info.splits.items()},
-  )
+  identity = {s: list(i.shard_lengths) for s, i in builder.info.splits.items()}
+  train, validation = (Texts(directory, split, text_field) for split in ("train", "validation"))
+  return TfdsSource(train, validation, model, identity)
 
 
 def _find(name: str, data_dir: str) -> str:
@@ -154,7 +151,7 @@ class TfdsSource:
   """A Source that tokenises on the fly."""
 
   def __init__(
-    self, *, train: Texts, validation: Texts, tokenizer: Tokenizer, identity: dict[str, Any]
+    self, train: Texts, validation: Texts, tokenizer: Tokenizer, identity: dict[str, Any]
   ):
     self.tokenizer = tokenizer
     self._train, self._validation = train, validation

@@ -15,6 +15,7 @@ from nanosam.data.batch import Batch, StreamOptions, batch_hash, combine_hashes
 from nanosam.data.sources import Source, eval_set, merge_states, source_of
 from nanosam.model import sharding
 from nanosam.model.transformer import non_embedding_count
+from nanosam.optim.guard import Counts, must_abort
 from nanosam.run import flops, health, record, runtime
 from nanosam.run.checkpoint import Checkpoints, found_steps
 from nanosam.run.cluster import Hosts
@@ -236,7 +237,7 @@ class Trainer:
     """Reads a finished step: the guard's verdict, the cost, and every few steps a record."""
     step, metrics = pending.step, jax.device_get(pending.metrics)
     tokens = metrics.pop("tokens")
-    if not health.check(self.c.guard, metrics):
+    if must_abort(self.c.guard, Counts(*(metrics[f"guard/{name}"] for name in Counts._fields))):
       raise self.bad_step(pending, metrics)
     loss = float(metrics.get("train/loss", metrics.get("train/loss_perturbed")))
     if spike := self.spikes.update(loss):
