@@ -130,6 +130,7 @@ class Trainer:
       self.state, self.at, self.cost = self.train_step.init(c.seed), Position(), Cost()
 
   def compile(self) -> None:
+    """Compiles the step, and counts its FLOPs."""
     c, mesh = self.c, self.train_step.mesh
     self.eval_data = eval_set(self.source, c)
     self.evaluator = Evaluator(self.train_step.model, self.eval_data, c.eval_batch_size, mesh)
