@@ -156,22 +156,20 @@ def published_table(losses: Mapping[str, Mapping[str, float | None]]) -> tables.
 
 def draw(lab: Lab, setting: Setting, report: Report, folder: pathlib.Path) -> None:
   suffix = "" if len(lab.settings) == 1 else "-" + setting.label.replace(" ", "")
+  drawn = {}
   if lab.name == "fig1":
-    groups = [g for g in report.groups if math.isfinite(g.mean)]
-    series = {g.label: {s: r.curve("step") for s, r in sorted(g.best.runs.items())} for g in groups}
-    figures.losses(folder / f"curves{suffix}", series, "steps", ADAMW)
+    curves, gaps = figures.best_curves([g for g in report.groups if math.isfinite(g.mean)], "step")
+    figures.losses(folder / f"curves{suffix}", curves, "steps", gaps)
   elif lab.name == "fig3":
-    points, baseline = blocks.rho_points(report)
-    if points:
-      figures.loss_against_rho(folder / f"rho{suffix}", points, baseline)
+    drawn["rho"] = blocks.rho_figure(report)
   else:
     paper = published.TABLES.get(lab.name, {}).get(setting.paper, {})
-    if rows := blocks.difference_rows(report.to_json(), paper):
-      figures.differences(folder / f"differences{suffix}", rows)
+    drawn["differences"] = blocks.differences_figure(report.to_json(), paper)
   if "prune" in lab.measures:
-    found = measures.collect(report.groups, "prune")
-    if members := [m for by_seed in found.values() for m in by_seed]:
-      figures.pruning(folder / f"prune{suffix}", members)
+    drawn["prune"] = blocks.pruning_figure(measures.collect(report.groups, "prune"))
+  for name, found in drawn.items():
+    for figure in found:
+      figure.draw(folder / f"{name}{suffix}")
 
 
 def draw_taus(reports: Mapping[str, Report], folder: pathlib.Path) -> None:

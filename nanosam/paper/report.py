@@ -6,7 +6,7 @@ import pathlib
 from nanosam.paper import page
 from nanosam.paper.experiments import ADAMW
 from nanosam.paper.findings import RESULTS_FILE, experiment_blocks
-from nanosam.paper.page import Folded, Grid, Items, Page, Section, Text
+from nanosam.paper.page import Folded, Grid, Items, Section, Text
 from nanosam.paper.protocol import SCHEDULE, TUNED
 from nanosam.paper.run_set import RunSet
 from nanosam.study import comparable, tables
@@ -37,7 +37,7 @@ def write(folders: list[pathlib.Path], out: pathlib.Path) -> list[str]:
     Section("All runs", [Folded(f"{len(runs)} runs", [Grid("All runs", run_table(runs))])]),
     Section("Left out", [Items(notes)]),
   ]
-  Page(title, sections).write(out)
+  page.write(out, title, sections)
   return notes
 
 

@@ -2,22 +2,18 @@
 
 import dataclasses
 import functools
-import io
 import json
 import math
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from nanosam.paper import blocks, measures, protocol
 from nanosam.paper.experiments import ADAMW
 from nanosam.paper.page import Figure, Figures, Folded, Grid, Section, Text
 from nanosam.run.metrics_file import METRICS_FILE, read_metrics
 from nanosam.study import comparison, figures, tables
-from nanosam.study.figures import Curve
 from nanosam.study.runs import Run
 from nanosam.study.tables import Table
 
@@ -60,89 +56,45 @@ class RunSet:
       f"Runs: {self.label}",
       [
         *blocks.comparison("Eval loss after the last step", report),
-        Figures([*self.curve_figures(), *self.rho_figure()]),
+        Figures([*self.curve_figures(), *blocks.rho_figure(self.report, self.name)]),
         Text(EQUAL_COST) if self.report.group(ADAMW) else Text(""),
         Grid("Cost, as measured while the runs were trained", self.cost()),
-        Section("Parts of the curvature over training", [Figures(self.tau_figures())]),
+        Section("Parts of the curvature over training", [Figures([*self.tau_figures()])]),
         Section("Final models", [Grid("Sharpness", sharpness), Figures(pruned)]),
         blocks.tried(report),
         Folded("How they were trained", [Grid("How they were trained", self.facts())]),
       ],
     )
 
-  def figure(
-    self, name: str, caption: str, values: Table, draw: Callable[[io.StringIO], None]
-  ) -> Figure:
-    draw(buffer := io.StringIO())
-    return Figure(f"{self.name}-{name}", caption, buffer.getvalue(), values)
-
-  def curve_figures(self) -> list[Figure]:
+  def curve_figures(self) -> Iterator[Figure]:
     """Of each method's best setting."""
-    found = []
     for axis in comparison.VIEWS.values():
-      label = axis.label
-      runs = {
-        g.label: {s: run.curve(axis.key) for s, run in g.best.runs.items()} for g in self.groups
-      }
-      means = {method: figures.mean_curve(by_seed) for method, by_seed in runs.items()}
-      found.append(
-        self.figure(
-          f"loss-{axis.key}",
-          f"Eval loss against {label}",
-          values_of(label, means, ".4f"),
-          functools.partial(figures.losses, runs=runs, x_label=label),
-        )
+      losses, gaps = figures.best_curves(self.groups, axis.key)
+      yield Figure(
+        f"{self.name}-loss-{axis.key}",
+        f"Eval loss against {axis.label}",
+        blocks.values_of(axis.label, losses, ".4f"),
+        functools.partial(figures.losses, curves=losses, x_label=axis.label),
       )
-      base = runs.get(ADAMW, {})
-      gaps = {m: g for m, r in runs.items() if m != ADAMW and (g := figures.gap(r, base))}
       if gaps:
-        found.append(
-          self.figure(
-            f"gap-{axis.key}",
-            f"Eval loss minus {ADAMW}'s at equal {label}, paired by seed",
-            values_of(label, gaps, "+.4f"),
-            functools.partial(figures.gaps, runs=runs, baseline=ADAMW, x_label=label),
-          )
+        yield Figure(
+          f"{self.name}-gap-{axis.key}",
+          f"Eval loss minus {ADAMW}'s at equal {axis.label}, paired by seed",
+          blocks.values_of(axis.label, gaps, "+.4f"),
+          functools.partial(figures.gaps, curves=gaps, x_label=axis.label),
         )
-    return found
 
-  def rho_figure(self) -> list[Figure]:
-    points, baseline = blocks.rho_points(self.report)
-    if not points:
-      return []
-    values = Table(
-      ["method", "rho", "eval loss"],
-      [[m, f"{x:g}", f"{y:.4f}"] for m, pairs in points.items() for x, y in sorted(pairs)],
-    )
-    caption = f"Eval loss against rho, on the seeds that every rho has; dashed: {ADAMW}"
-    draw = functools.partial(figures.loss_against_rho, points=points, baseline=baseline)
-    return [self.figure("rho", caption, values, draw)]
-
-  def tau_figures(self) -> list[Figure]:
-    found = []
+  def tau_figures(self) -> Iterator[Figure]:
     for g in self.groups:
+      records = [self.records[run.path] for run in g.best.runs.values()]
       for prefix, what in (("tau", "along g"), ("tau_precond", "along M⁻¹g")):
-        series = {
-          seed: taus
-          for seed, run in g.best.runs.items()
-          if (taus := figures.tau_series(self.records[run.path], prefix))
-        }
-        if not series:
-          continue
-        means = {
-          t: figures.mean_curve({seed: taus[t] for seed, taus in series.items()})
-          for t in figures.TAU_STYLES
-        }
-        panel = {g.label: {t: (x, y_SxX.mean(0)) for t, (x, y_SxX) in means.items()}}
-        found.append(
-          self.figure(
-            f"{prefix}-{g.label}",
+        if curves := figures.tau_curves(records, prefix):
+          yield Figure(
+            f"{self.name}-{prefix}-{g.label}",
             f"tau of {g.label} over training, {what}",
-            values_of("steps", means, ".4f"),
-            functools.partial(figures.taus, runs=panel),
+            blocks.values_of("steps", curves, ".4f"),
+            functools.partial(figures.taus, runs={g.label: curves}),
           )
-        )
-    return found
 
   def cost(self) -> Table:
     found = {g.label: self._cost(g) for g in self.groups}
@@ -175,20 +127,3 @@ class RunSet:
     for name in ("parameters", "data", "eval_set", "devices", "git_commit"):
       facts[name] = {json.dumps(r.environment.get(name)) for r in self.runs}
     return Table(["what", "value"], [[k, "; ".join(sorted(v))] for k, v in facts.items()])
-
-
-def values_of(x_label: str, curves: Mapping[str, Curve], form: str) -> Table:
-  """The numbers of a figure, means over seeds: methods side by side where they share their x."""
-  grids = [x for x, _ in curves.values()]
-  means = [y_SxX.mean(0) for _, y_SxX in curves.values()]
-  if all(len(x) == len(grids[0]) and np.allclose(x, grids[0]) for x in grids):
-    rows = [
-      [f"{x:.6g}", *(f"{y[i]:{form}}" for y in means)] for i, x in enumerate(grids[0].tolist())
-    ]
-    return Table([x_label, *curves], rows)
-  rows = [
-    [name, f"{x:.4g}", f"{y:{form}}"]
-    for name, x_X, y_X in zip(curves, grids, means, strict=True)
-    for x, y in zip(x_X.tolist(), y_X.tolist(), strict=True)
-  ]
-  return Table(["method", x_label, "value"], rows)

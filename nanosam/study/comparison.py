@@ -32,6 +32,7 @@ from nanosam.study.comparable import check_comparable
 from nanosam.study.runs import AXES, DIVERGED, FINISHED, Run
 from nanosam.system.errors import UsageError, UserError
 
+ADAMW = "adamw"  # the usual baseline
 CONFIDENCE = 0.95
 VIEWS = {name: axis for name, axis in AXES.items() if name != "tokens"}  # tokens go with steps
 
@@ -107,7 +108,7 @@ def compare(
   *,
   by: Sequence[str] = ("opt.method",),
   tune: Sequence[str] = (),
-  baseline: str = "adamw",
+  baseline: str = ADAMW,
   view: str = "steps",
   target: float | None = None,
   confidence: float = CONFIDENCE,

@@ -95,8 +95,13 @@ class Run(NamedTuple):
 
   def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
     """(x, eval loss) of every evaluation; `key` is that of an axis."""
-    x = np.array([record[key] for record in self.evals], float)
-    return x, np.array([record["eval/loss"] for record in self.evals], float)
+    return curve(self.evals, key, "eval/loss")
+
+
+def curve(records: Iterable[Mapping[str, Any]], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
+  """Two columns of the records that have a y."""
+  points = [(r[x], r[y]) for r in records if y in r]
+  return np.array([a for a, _ in points], float), np.array([b for _, b in points], float)
 
 
 def read_run(path: pathlib.Path) -> Run:
