@@ -28,22 +28,17 @@ def train(
 ) -> bool:
   """Trains what is missing of a stage; False if the runs were queued and have yet to end."""
   for earlier in lab.stages[: lab.stages.index(stage)][:2]:  # those that tune
-    if missing := [job for job in lab.jobs(earlier) if not _ended(job)]:
+    if missing := backends.missing(lab.jobs(earlier), ENDED):
       say(f"warning: stage {earlier} is incomplete ({len(missing)} runs): {stage} builds on it")
   jobs = lab.jobs(stage)
   _record(lab, stage, jobs, argv)
   say(f"{lab.name}, {lab.scale}, stage {stage}: {len(jobs)} runs")
-  outcomes = backends.execute(jobs, backend, parallel, say, done=ENDED)
+  outcomes = backends.execute(jobs, backend, parallel, say, ENDED)
   lab.forget()
   say(backends.table(jobs, outcomes))
   rest = {k: v for k, v in outcomes.items() if v != runs.DIVERGED}
   backends.check_outcomes(rest, shlex.join(["python", *argv]))
   return backends.QUEUED not in outcomes.values()
-
-
-def _ended(job: Job) -> bool:
-  run = job.stored()
-  return run is not None and run.state in ENDED
 
 
 def _record(lab: Lab, stage: str, jobs: Sequence[Job], argv: list[str]) -> None:
