@@ -104,10 +104,7 @@ class Lab:
     return f"{os.path.relpath(ROOT / 'configs' / setting.config)}:{text}"
 
   def config(self, setting: Setting, method: str, overrides: Overrides | None = None) -> Any:
-    c = config_lib.load(self.spec(setting, method))
-    for key, value in {**self.shared, **(overrides or {})}.items():
-      config_lib.override(c, key, str(value))
-    return c
+    return sweeps.resolve(self.spec(setting, method), {**self.shared, **(overrides or {})})
 
   @functools.cached_property
   def vocabulary(self) -> int:

@@ -9,9 +9,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nanosam.paper import blocks, measures, page
+from nanosam.paper import findings, measures, page
 from nanosam.paper.experiments import ADAMW
-from nanosam.paper.findings import RESULTS_FILE, experiment_blocks
+from nanosam.paper.findings import RESULTS_FILE
 from nanosam.paper.page import Figure, Figures, Folded, Grid, Items, Section, Text
 from nanosam.paper.protocol import SCHEDULE, TUNED, tuned_keys
 from nanosam.run.metrics_file import METRICS_FILE, read_metrics
@@ -56,17 +56,17 @@ class RunSet:
   def section(self) -> Section:
     report = self.report.to_json()
     sharpness = measures.sharpness_table(measures.collect(self.groups, "sharpness"), {})
-    pruned = blocks.pruning_figure(measures.collect(self.groups, "prune"), self.name)
+    pruned = findings.pruning_figure(measures.collect(self.groups, "prune"), self.name)
     return Section(
       f"Runs: {self.label}",
       [
-        *blocks.comparison("Eval loss after the last step", report),
-        Figures([*self.curve_figures(), *blocks.rho_figure(self.report, self.name)]),
+        *findings.comparison_blocks("Eval loss after the last step", report),
+        Figures([*self.curve_figures(), *findings.rho_figure(self.report, self.name)]),
         Text(EQUAL_COST) if self.report.group(ADAMW) else Text(""),
         Grid("Cost, as measured while the runs were trained", self.cost()),
         Section("Parts of the curvature over training", [Figures([*self.tau_figures()])]),
         Section("Final models", [Grid("Sharpness", sharpness), Figures(pruned)]),
-        blocks.tried(report),
+        findings.tried_block(report),
         Folded("How they were trained", [Grid("How they were trained", self.facts())]),
       ],
     )
@@ -78,14 +78,14 @@ class RunSet:
       yield Figure(
         f"{self.name}-loss-{axis.key}",
         f"Eval loss against {axis.label}",
-        blocks.values_of(axis.label, losses, ".4f"),
+        findings.values_of(axis.label, losses, ".4f"),
         functools.partial(figures.losses, curves=losses, x_label=axis.label),
       )
       if gaps:
         yield Figure(
           f"{self.name}-gap-{axis.key}",
           f"Eval loss minus {ADAMW}'s at equal {axis.label}, paired by seed",
-          blocks.values_of(axis.label, gaps, "+.4f"),
+          findings.values_of(axis.label, gaps, "+.4f"),
           functools.partial(figures.gaps, curves=gaps, x_label=axis.label),
         )
 
@@ -97,7 +97,7 @@ class RunSet:
           yield Figure(
             f"{self.name}-{prefix}-{g.label}",
             f"tau of {g.label} over training, {what}",
-            blocks.values_of("steps", curves, ".4f"),
+            findings.values_of("steps", curves, ".4f"),
             functools.partial(figures.taus, runs={g.label: curves}),
           )
 
@@ -255,7 +255,7 @@ def read_experiments(folders: list[pathlib.Path]) -> tuple[list[Section], list[s
   for number, path in enumerate(tables_first):
     try:
       results = json.loads(path.read_text())
-      blocks = experiment_blocks(results, f"experiment{number}")
+      blocks = findings.experiment_blocks(results, f"experiment{number}")
       if results["experiment"].startswith("fig"):
         blocks.append(Text(where))
       sections.append(Section(f"{results['experiment']}, {results['scale']}", blocks))
