@@ -335,7 +335,7 @@ class DataPath:
     self._model = sentencepiece.SentencePieceProcessor(model_file=args.tokenizer)
     self.num_bytes = sum(len(t.encode()) for t in self._texts)
     self.num_tokens = sum(len(ids) for ids in self._model.encode(self._texts))
-    self.peak_bytes = self._prepared = 0
+    self.peak_bytes, self._store = 0, ""
 
   def encode(self) -> float:
     started = time.perf_counter()
@@ -344,10 +344,10 @@ class DataPath:
 
   def prepare(self) -> float:
     """The whole command, with the start of Python."""
-    args, output = self._args, self._scratch / f"store{self._prepared}"
+    args, self._store = self._args, f"{tempfile.mkdtemp(dir=self._scratch)}/store"
     command = [sys.executable, "-m", "nanosam.data.prepare", "--input", *self._files]
     command += [f"--tokenizer={args.tokenizer}", f"--text_field={args.text_field}"]
-    command += [f"--workers={args.workers}", f"--output={output}"]
+    command += [f"--workers={args.workers}", f"--output={self._store}"]
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:
@@ -355,11 +355,10 @@ class DataPath:
       time.sleep(0.05)
     if process.returncode:
       raise errors.UserError("prepare failed, so there is nothing to measure")
-    self._prepared += 1
     return time.perf_counter() - started
 
   def read(self, kind: str, workers: int) -> float:
-    source = open_source(f"{kind}:{self._scratch / 'store0'}", vocab_size=0, cache_dir="")
+    source = open_source(f"{kind}:{self._store}", vocab_size=0, cache_dir="")
     options = StreamOptions(LENGTH, BATCH_SIZE, range(BATCH_SIZE), workers=workers)
     stream = source.train_stream(options)
     next(stream)  # waits for the workers to start

@@ -215,14 +215,9 @@ def summary(runs: list[Run], sets: list[RunSet]) -> Section:
   rows = []
   for s in shown(sets):
     best = min(s.report.to_json()["groups"], key=lambda g: g["loss"])
-    i = tables.interval(best)
-    rows.append(
-      [
-        *(s.label, best["label"], f"{best['loss']:.4f}"),
-        tables.number(best["difference"], "+.4f"),
-        f"{i['low']:+.4f} to {i['high']:+.4f}" if i else "",
-      ]
-    )
+    difference = tables.number(best["difference"], "+.4f")
+    loss, interval = f"{best['loss']:.4f}", tables.interval_text(best)
+    rows.append([s.label, best["label"], loss, difference, interval])
   head = ["setting", "best method", "eval loss", f"minus {ADAMW}", "interval"]
   return Section("In short", [Text(text), Grid("Best of each setting", Table(head, rows))])
 
@@ -230,16 +225,14 @@ def summary(runs: list[Run], sets: list[RunSet]) -> Section:
 def run_table(runs: list[Run]) -> Table:
   rows = []
   for run in sorted(runs, key=lambda r: (r.keys["opt.method"], str(r.path))):
-    last = run.evals[-1] if run.evals else {}
+    settings = tables.settings({k: run.keys[k] for k in TUNED if k in run.keys})
+    names = ("loss", "loss_sem", "bits_per_byte")
+    last = [(run.evals[-1] if run.evals else {}).get(f"eval/{name}") for name in names]
     rows.append(
       [
-        *(run.path.name, run.keys["opt.method"], str(run.keys["seed"])),
-        tables.settings({k: run.keys[k] for k in TUNED if k in run.keys}),
-        f"{run.step} of {run.steps}",
-        run.state,
-        tables.number(last.get("eval/loss"), ".4f"),
-        tables.number(last.get("eval/loss_sem"), ".4f"),
-        tables.number(last.get("eval/bits_per_byte"), ".4f"),
+        *(run.path.name, run.keys["opt.method"], str(run.keys["seed"]), settings),
+        *(f"{run.step} of {run.steps}", run.state),
+        *(tables.number(x, ".4f") for x in last),
       ]
     )
   head = ["run", "method", "seed", "settings", "steps", "state", "eval loss", "sem", "bits/byte"]

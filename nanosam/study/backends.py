@@ -4,6 +4,7 @@ import argparse
 import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -20,11 +21,8 @@ LOG_FILE = "train.log"
 # What became of a job, besides the states of a run.
 SKIPPED, FAILED, INTERRUPTED, WAITING = "finished before", "failed", "interrupted", "not started"
 QUEUED = "in the queue"
-GOOD = (runs.FINISHED, SKIPPED, QUEUED)
 LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
 RECORDS = (CONFIG_FILE, METRICS_FILE, runs.SEQUENCES_FILE)  # these tell how a run ended
-Say = Callable[[str], None]
-
 
 # Signals that ask us to stop, and what the runs get; SIGHUP is a terminal that closes.
 STOPPING = {
@@ -68,7 +66,6 @@ class SignalRelay:
 def local(
   todo: Sequence[Job],
   parallel: int,
-  say: Say,
   command: Callable[[Job], list[str]] = lambda job: job.command,
   fetch: Callable[[Job], None] = lambda job: None,
 ) -> dict[str, str]:
@@ -115,7 +112,7 @@ def _start(command: list[str], job: Job, slot: int, parallel: int) -> subprocess
     )
 
 
-def tpu(todo: Sequence[Job], parallel: int, say: Say) -> dict[str, str]:
+def tpu(todo: Sequence[Job], parallel: int) -> dict[str, str]:
   """Trains each run on a TPU slice of its own."""
   remote = os.environ.get("NANOSAM_REMOTE", "").rstrip("/")
   if "://" not in remote:
@@ -130,10 +127,10 @@ def tpu(todo: Sequence[Job], parallel: int, say: Say) -> dict[str, str]:
     files = [f"{remote}/{job.id}/{file}" for file in RECORDS]
     subprocess.run(["gcloud", "storage", "cp", *files, f"{job.workdir}/"], capture_output=True)
 
-  return local(todo, parallel, say, command, fetch)
+  return local(todo, parallel, command, fetch)
 
 
-def slurm(todo: Sequence[Job], parallel: int, say: Say) -> dict[str, str]:
+def slurm(todo: Sequence[Job], parallel: int) -> dict[str, str]:
   """Submits every run to the queue, which decides when, and how many at a time."""
 
   def call(*words: str) -> str:
@@ -202,38 +199,41 @@ def missing(jobs: Sequence[Job], done: Sequence[str]) -> list[Job]:
 
 
 def execute(
-  jobs: Sequence[Job], backend: str, parallel: int, say: Say, done: Sequence[str] = (runs.FINISHED,)
-) -> dict[str, str]:
-  """Trains what is missing; what became of each, by id."""
+  jobs: Sequence[Job],
+  backend: str,
+  parallel: int,
+  argv: Sequence[str],
+  done: Sequence[str] = (runs.FINISHED,),
+) -> bool:
+  """Trains what is missing and says what became of all; whether they have ended, or are queued.
+
+  Raises what the exit code of the command `argv` should be, which resumes the sweep.
+  """
   todo = missing(jobs, done)
   outcomes = {job.id: SKIPPED for job in jobs}
   if todo:
     say(f"{len(jobs)} runs, {len(jobs) - len(todo)} finished before")
-    outcomes |= BACKENDS[backend](todo, parallel, say)
-  return outcomes
-
-
-def check_outcomes(outcomes: Mapping[str, str], command: str) -> None:
-  """Raises what the exit code of the sweep, which `command` resumes, should be."""
-  values = list(outcomes.values())
-  if INTERRUPTED in values or WAITING in values:
-    done = sum(v in GOOD for v in values)
-    raise Interrupted(f"stopped with {done} of {len(values)} runs finished; resume with: {command}")
-  if bad := [name for name, v in outcomes.items() if v not in GOOD]:
-    raise UserError(
-      f"{len(bad)} of {len(values)} runs are not finished ({', '.join(bad[:3])}"
-      f"{', ...' if len(bad) > 3 else ''}); see their {LOG_FILE}; to try them again: {command}"
-    )
-
-
-def table(jobs: Sequence[Job], outcomes: Mapping[str, str]) -> str:
+    outcomes |= BACKENDS[backend](todo, parallel)
   width = max((len(job.id) for job in jobs), default=0)
-  lines = []
   for job in jobs:
     stored = job.stored()
     loss = f"{stored.evals[-1]['eval/loss']:.4f}" if stored and stored.evals else ""
-    lines.append(f"{job.id:<{width}}  {loss:>8}  {outcomes[job.id]}")
-  return "\n".join(lines)
+    say(f"{job.id:<{width}}  {loss:>8}  {outcomes[job.id]}")
+  command, values = shlex.join(["python", *argv]), list(outcomes.values())
+  bad = [name for name, v in outcomes.items() if v not in (*done, SKIPPED, QUEUED)]
+  if INTERRUPTED in values or WAITING in values:
+    finished = f"{len(jobs) - len(bad)} of {len(jobs)}"
+    raise Interrupted(f"stopped with {finished} runs finished; resume with: {command}")
+  if bad:
+    raise UserError(
+      f"{len(bad)} of {len(jobs)} runs are not finished ({', '.join(bad[:3])}"
+      f"{', ...' if len(bad) > 3 else ''}); see their {LOG_FILE}; to try them again: {command}"
+    )
+  return QUEUED not in values
+
+
+def say(line: str) -> None:
+  print(line, flush=True)
 
 
 def add_backend_arguments(p: argparse.ArgumentParser) -> None:
