@@ -130,12 +130,12 @@ PRODUCTS = {
 def measure_curvature(args: argparse.Namespace) -> list[dict[str, Any]]:
   """Products with the Hessian and its parts, against one gradient of the same batch."""
   program = Program("adamw", args)
-  net = products.exact_model(program.train_step.config, args.vocab_size)
+  model = products.exact_model(program.train_step.config, args.vocab_size)
   params, batch = program.state.params, program.batch
   vector_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
-  functions = {GRADIENT: lambda passes, _: passes.plain()[1], **PRODUCTS}
+  functions = {GRADIENT: lambda passes, _: passes.first()[1], **PRODUCTS}
   traced = {
-    name: jax.jit(lambda p, b, v, f=f: f(Passes(net, p, b), v)).trace(params, batch, params)
+    name: jax.jit(lambda p, b, v, f=f: f(Passes(model, p, b), v)).trace(params, batch, params)
     for name, f in functions.items()
   }
   compiled = {name: t.lower().compile() for name, t in traced.items()}

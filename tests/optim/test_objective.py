@@ -28,7 +28,15 @@ DENSE = Dense(logits, loss, weight=lambda batch: jnp.sum(batch.weights_BxL))
 
 
 @pytest.mark.parametrize("name", methods.METHODS)
-@pytest.mark.parametrize("how", [dict(), dict(micro=2), dict(group=2)], ids=str)
+@pytest.mark.parametrize(
+  "how",
+  [
+    dict(micro=2),
+    pytest.param(dict(), marks=pytest.mark.full),
+    pytest.param(dict(group=2), marks=pytest.mark.full),
+  ],
+  ids=str,
+)
 def test_dense_is_chunked(x64, name, how):
   params, batch, moments = setting()
   ours, plain = (
