@@ -113,7 +113,8 @@ class Dense:
       loss, residual = None, source.residual
       if residual is None:
         measured = jax.value_and_grad(self._loss, has_aux=self._has_aux)(source.outputs, batch)
-        loss, residual = jax.tree.map(lambda x: share * x, measured)
+        # Where nothing counts, a mean is 0 / 0.
+        loss, residual = jax.tree.map(lambda x: jnp.where(share > 0, share * x, 0), measured)
       losses.append(loss)
       mix = jax.tree.map(lambda m, r, c=c: m + c * r, mix, residual)
     return Pulled(tuple(losses), mix, mix if store else None)

@@ -154,6 +154,7 @@ def _needed(
   for name, wanted in (("mu", direction.needs_mu), ("nu", direction.needs_nu)):
     tree, kind = getattr(moments, name), {"mu": "first", "nu": "second"}[name]
     if not wanted:
+      found[name] = None
       continue
     if tree is None:
       keepers = "optax.adam, lion, sgd with momentum" if name == "mu" else "optax.adam"

@@ -142,7 +142,7 @@ def test_rho_as_a_schedule_of_adams_count_or_of_a_given_step():
   np.testing.assert_allclose(metrics["opt/eps_norm"], 0.3, rtol=1e-4)
   (_, metrics), g = grad(PARAMS, BATCH, state, 0)
   assert metrics["opt/eps_norm"] == 0
-  close(g, jax.grad(objective)(PARAMS), rtol=1e-6)
+  close(g, jax.grad(objective)(PARAMS), rtol=1e-5)
   with pytest.raises(nanosam.MethodError, match="pass step="):
     nanosam.value_and_grad(outputs, loss, rho=schedule)(PARAMS, BATCH)
 
@@ -187,7 +187,7 @@ def test_sharded_parameters_and_batch():
 @pytest.mark.parametrize("fall_back", [False, True])
 def test_the_guards_verdict(fall_back):
   def fragile(z_BxK, batch):  # finite at theta alone
-    return jnp.where(jnp.all(z_BxK == outputs(PARAMS, BATCH)), loss(z_BxK, batch), jnp.nan)
+    return loss(z_BxK, batch) * jnp.where(jnp.all(z_BxK == outputs(PARAMS, BATCH)), 1, jnp.nan)
 
   grad = nanosam.value_and_grad(outputs, fragile, method="sam", rho=0.1, fall_back=fall_back)
   (_, metrics), g = grad(PARAMS, BATCH)
@@ -205,7 +205,7 @@ def test_the_guards_verdict(fall_back):
     (dict(outputs=lambda p, b: jnp.argmax(outputs(p, b), -1)), "int32; return what the loss"),
     (dict(loss=lambda z, b: jnp.sum(z, -1)), r"a scalar, not shape \(8,\)"),
     (dict(has_aux=True), r"must return \(loss, aux\)"),
-    (dict(method="precond_sam"), "second moment .* optax.adam"),
+    (dict(method="precond_sam"), "second moment .*optax.adam"),
     (dict(method="momentum_sam"), "first moment .* sgd with momentum"),
   ],
 )
