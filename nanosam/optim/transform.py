@@ -82,8 +82,9 @@ def value_and_grad(
     settings: fields of `Settings`.
 
   `metrics` has the losses that the method computes (train/loss at theta, train/loss_perturbed at
-  theta'), the length of eps and its share in each group of parameters, and the guard's verdict: guard/nonfinite is 1 if the loss or gradient is not
-  finite (skip that update), guard/perturbed_nonfinite if only the second pass is not.
+  theta'), the length of eps and its share in each group of parameters, and the guard's verdict:
+  guard/nonfinite is 1 if the loss or gradient is not finite (skip that update),
+  guard/perturbed_nonfinite if only the second pass is not.
   """
   if method not in METHODS:
     raise MethodError(f"unknown method '{method}': {', '.join(METHODS)}")
