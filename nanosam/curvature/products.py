@@ -10,7 +10,7 @@ Everything is in fp32, whatever a run was trained in; vectors lie as the paramet
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ from nanosam.model.language_model import LanguageModel, language_model
 from nanosam.model.transformer import Params
 from nanosam.optim import direction, methods
 from nanosam.optim.direction import Direction, Moments
+from nanosam.optim.objective import Dense
 from nanosam.optim.passes import Passes, Saved, accumulate
 
 HESSIAN, GAUSS_NEWTON, FUNCTIONAL = methods.full, methods.logit, methods.functional
@@ -46,6 +47,50 @@ def product(passes: Passes, path: methods.Path, v: Params) -> Params:
   """H v, H_G v or H_F v."""
   zero = jax.tree.map(jnp.zeros_like, v)
   return jax.jvp(lambda eps: passes.second(path, eps, Saved())[0], (zero,), (v,))[1]
+
+
+PARTS = {"H": HESSIAN, "HG": GAUSS_NEWTON, "HF": FUNCTIONAL}
+
+
+def hessian_vector_product(
+  outputs: Callable[[Params, Any], Any],
+  loss: Callable[[Any, Any], jax.Array],
+  params: Params,
+  batch: Any,
+  vector: Params,
+  part: str = "H",
+) -> Params:
+  """H v for loss(outputs(params, batch), batch), or a part of it: H = H_G + H_F.
+
+  `part` is "H", "HG" (Gauss-Newton: by the curvature of the loss in the outputs) or "HF" (by the
+  curvature of the outputs in the parameters).
+
+    >>> import jax.numpy as jnp, nanosam
+    >>> outputs, loss = lambda p, x: p * x, lambda z, x: jnp.sum(z**2)
+    >>> x, v = jnp.array([1.0, 3.0]), jnp.ones(2)
+    >>> nanosam.hessian_vector_product(outputs, loss, jnp.ones(2), x, v).tolist()
+    [2.0, 18.0]
+  """
+  return product(Passes(Dense(outputs, loss), params, batch), PARTS[part], vector)
+
+
+def tau(
+  outputs: Callable[[Params, Any], Any],
+  loss: Callable[[Any, Any], jax.Array],
+  params: Params,
+  batch: Any,
+  direction: Params | None = None,
+) -> "Taus":
+  """How much of the sharpness gradient along `direction` (default: the gradient) comes from the
+  loss (logit), the network (func) and between them (cross); they sum to 1.
+
+    >>> import jax.numpy as jnp, nanosam
+    >>> outputs, loss = lambda p, x: p * x, lambda z, x: jnp.sum(z**2)  # linear: logit alone
+    >>> [float(x) for x in nanosam.tau(outputs, loss, jnp.ones(2), jnp.array([1.0, 3.0]))]
+    [1.0, 0.0, 0.0]
+  """
+  passes = Passes(Dense(outputs, loss), params, batch)
+  return taus(passes, passes.first()[1] if direction is None else direction)
 
 
 class Forms(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from nanosam.optim import schedules
@@ -79,15 +80,46 @@ def _decayed(opt, params: Any) -> Any:
 
 
 def moments(opt_state: optax.OptState) -> Moments:
-  """What this optimizer remembers for every parameter, if it does."""
-  for part in opt_state:
-    if isinstance(part, optax.ScaleByAdamState):
-      return Moments(part.mu, part.nu, part.count)
-    if isinstance(part, optax.ScaleByLionState):
-      return Moments(part.mu)
-    if isinstance(part, optax.TraceState):
-      return Moments(part.trace)
-  return Moments()
+  """What an optimizer remembers of the gradients, wherever in its state: in chains, under masks.
+
+  A parameter that it does not remember has a MaskedNode instead.
+  """
+  states = [s for s in jax.tree.leaves(opt_state, is_leaf=_remembers) if _remembers(s)]
+  first = [s.trace if isinstance(s, optax.TraceState) else s.mu for s in states]
+  adam = [s for s in states if hasattr(s, "nu")]
+  return Moments(
+    mu=_merged(first),
+    nu=_merged([s.nu for s in adam]),
+    steps=adam[0].count if adam else 0,
+  )
+
+
+def _remembers(state: Any) -> bool:
+  return isinstance(state, optax.TraceState) or hasattr(state, "mu")
+
+
+def _masked(x: Any) -> bool:
+  return isinstance(x, optax.MaskedNode)
+
+
+def _merged(trees: list[Any]) -> Any:
+  """Trees that cover different parameters as one; None if there is none."""
+
+  def first(*found: Any) -> Any:
+    return next((x for x in found if not _masked(x)), optax.MaskedNode())
+
+  return jax.tree.map(first, *trees, is_leaf=_masked) if trees else None
+
+
+def only(covered: Any) -> Callable[[Any], Any]:
+  """Zeroes the parameters that `covered`, a tree of booleans, leaves out; None covers all."""
+
+  def zeroed(tree: Any) -> Any:
+    if covered is None:
+      return tree
+    return jax.tree.map(lambda yes, x: x if yes else jnp.zeros_like(x), covered, tree)
+
+  return zeroed
 
 
 def updates_made(opt_state: optax.OptState) -> jax.Array:

@@ -15,6 +15,14 @@ from nanosam.optim.gradient import NO_PERTURBATION, Estimate, by_group
 from nanosam.optim.objective import Params
 
 
+class Policies(NamedTuple):
+  """What to do about either; nanosam/config.py explains each (section guard)."""
+
+  policy: str = "skip"
+  perturbed: str = "skip"
+  max_skips: int = 2**31 - 1
+
+
 class Counts(NamedTuple):
   """Steps so far; they travel in the train state."""
 

@@ -79,11 +79,15 @@ METHODS: dict[str, Method] = {
 # fmt: on
 
 
+def row(name: str, opt: Any) -> tuple[along.Direction | None, Path]:
+  """A method of the table, its path worked out for these settings."""
+  method = METHODS[name]
+  return method.direction, method.path(opt) if callable(method.path) else method.path
+
+
 def resolve(opt: Any) -> tuple[along.Direction | None, Path]:
-  """The method of a config, its path worked out; refuses a base that cannot carry it."""
-  method = METHODS[opt.method]
-  path = method.path(opt) if callable(method.path) else method.path
-  needs = method.direction
+  """The method of a config; refuses a base that cannot carry it."""
+  needs, path = row(opt.method, opt)
   if needs and needs.needs_nu and opt.base != "adamw":
     raise MethodError(
       f"opt.method={opt.method} needs a second moment of every parameter, which "
@@ -94,4 +98,4 @@ def resolve(opt: Any) -> tuple[along.Direction | None, Path]:
       f"opt.method={opt.method} needs a first moment of every parameter, which "
       f"opt.base={opt.base} with opt.b1={opt.b1} does not keep: use adamw, lion or sgd and b1 > 0"
     )
-  return method.direction, path
+  return needs, path

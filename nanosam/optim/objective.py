@@ -26,7 +26,7 @@ class Source(NamedTuple):
 
 
 class Pulled(NamedTuple):
-  losses: tuple[jax.Array | None, ...]  # at each source's outputs; None for a stored residual
+  losses: tuple[Any, ...]  # at each source's outputs, aux included; None for a stored residual
   cotangent: Outputs  # of the outputs: what the backward pass starts from
   residual: Residual | None  # the mix itself, if it is to be stored
 
@@ -81,7 +81,8 @@ def interleaved(batch: Batch, parts: int) -> Batch:
 class Dense:
   """The objective of two plain functions: outputs(params, batch), and loss(outputs, batch), a mean.
 
-  `weight(batch)` says how much a microbatch counts in that mean: by default, its examples.
+  `weight(batch)` says how much a microbatch counts in that mean: by default, its examples. With
+  `has_aux`, `loss` returns (loss, aux), and aux values are averaged as the loss is.
   """
 
   def __init__(
@@ -89,8 +90,9 @@ class Dense:
     outputs: Callable[[Params, Batch], Outputs],
     loss: Callable[[Outputs, Batch], jax.Array],
     weight: Callable[[Batch], jax.Array] | None = None,
+    has_aux: bool = False,
   ):
-    self._outputs, self._loss, self._weight = outputs, loss, weight
+    self._outputs, self._loss, self._weight, self._has_aux = outputs, loss, weight, has_aux
 
   def outputs(self, params: Params, batch: Batch, *, perturbed: bool = False) -> Outputs:
     return self._outputs(params, batch)
@@ -110,8 +112,9 @@ class Dense:
     for c, source in sources:
       loss, residual = None, source.residual
       if residual is None:
-        loss, residual = jax.value_and_grad(self._loss)(source.outputs, batch)
-        loss, residual = share * loss, jax.tree.map(lambda r: share * r, residual)
+        measured = jax.value_and_grad(self._loss, has_aux=self._has_aux)(source.outputs, batch)
+        # Where nothing counts, a mean is 0 / 0.
+        loss, residual = jax.tree.map(lambda x: jnp.where(share > 0, share * x, 0), measured)
       losses.append(loss)
       mix = jax.tree.map(lambda m, r, c=c: m + c * r, mix, residual)
     return Pulled(tuple(losses), mix, mix if store else None)
@@ -120,8 +123,13 @@ class Dense:
     self, at: Outputs, speed: Outputs, acceleration: Outputs, batch: Batch, total: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     share = self.weight(batch) / total
-    residual, change = jax.jvp(lambda z: jax.grad(self._loss)(z, batch), (at,), (speed,))
+    gradient = jax.grad(lambda z: self.loss(z, batch))
+    residual, change = jax.jvp(gradient, (at,), (speed,))
     return share * optax.tree.vdot(change, speed), share * optax.tree.vdot(residual, acceleration)
+
+  def loss(self, outputs: Outputs, batch: Batch) -> jax.Array:
+    value = self._loss(outputs, batch)
+    return value[0] if self._has_aux else value
 
   def weight(self, batch: Batch) -> jax.Array:
     return self._weight(batch) if self._weight else jnp.float32(len(jax.tree.leaves(batch)[0]))

@@ -30,11 +30,7 @@ class TrainState:
 
 def make_recipe(opt: ml_collections.ConfigDict, params: Params) -> Recipe:
   covered = base.matching(params, opt.perturb_params, "opt.perturb_params")
-
-  def only_perturbed(tree: Params) -> Params:
-    return jax.tree.map(lambda x, yes: x if yes else jnp.zeros_like(x), tree, covered)
-
-  return Recipe(*methods.resolve(opt), opt, only_perturbed)
+  return Recipe(*methods.resolve(opt), opt, base.only(covered))
 
 
 class TrainStep:
