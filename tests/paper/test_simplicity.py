@@ -307,20 +307,21 @@ def interval(mean, half):
 
 
 def test_sentences_claim_no_more_than_the_intervals():
-  def row(found):
-    return {"difference": found, "at_the_end": found, "at_steps": {"1000": found, "2000": found}}
+  def row(found, unfinished=0):
+    at_steps = {"1000": found, "2000": found}
+    return {"difference": found, "unfinished": unfinished, "at_steps": at_steps}
 
   rows = {
     "GD": row(interval(0, 0)),
     "up": row(interval(0.2, 0.1)),
     "down": row(interval(-0.2, 0.1)),
-    "unclear": row(interval(0.1, 0.2)),
+    "unclear": row(interval(0.1, 0.2), unfinished=7),
     "missing": row({"pairs": 1, "mean": 0.5, "low": None, "high": None}),
   }
   assert page.learning(rows) == [
     "More evenly than GD: up (+0.200 ± 0.100).",
     "Less evenly than GD: down (-0.200 ± 0.100).",
-    "No clear difference to GD: unclear (+0.100 ± 0.200).",
+    "No clear difference to GD: unclear (+0.100 ± 0.200, 7 unfinished).",
   ]
   assert page.by_budget(rows["up"], "at_steps") == "higher at 1000 and 2000"
   assert page.by_budget(rows["missing"], "at_steps") == "no clear difference at 1000 and 2000"

@@ -76,7 +76,8 @@ def learning(rows: Mapping[str, Numbers]) -> list[str]:
   said: dict[str, list[str]] = {}
   for name, row in rows.items():
     if name != BASELINE and row["difference"]["low"] is not None:
-      shown = f"{name} ({signed(row['difference'], 3)})"
+      missing = f", {row['unfinished']} unfinished" if row["unfinished"] else ""
+      shown = f"{name} ({signed(row['difference'], 3)}{missing})"
       said.setdefault(verdict(row["difference"]), []).append(shown)
   words = {
     "higher": "More evenly than GD",
@@ -99,8 +100,8 @@ def generalization(rows: Mapping[str, Numbers], results: Mapping[str, Any]) -> l
   worse = [name for name, d in ends.items() if loss_verdict(d) == "higher"]
   found.append(
     f"After {results['settings']['steps']} steps, among pairs that have learned everything, test "
-    f"loss is lower than GD's for {listed(better) or 'no arm'}, and higher for "
-    f"{listed(worse) or 'none'}."
+    f"loss is lower than GD's for: {'; '.join(better) or 'no arm'}. It is higher for: "
+    f"{'; '.join(worse) or 'no arm'}."
   )
   return found
 
@@ -177,8 +178,8 @@ def learned_notes(results: Mapping[str, Any]) -> list[Block]:
       f"Share of the sequences that are shown twice: {', '.join(shares)}. Hard is the upper of two "
       "clusters (2-means) by the losses of a proxy, which starts elsewhere, at five checkpoints: "
       "`trajectory` clusters the losses as they are, which is the source's letter; `last` the last "
-      "one; `relative` their logarithms after dividing by the loss of an untrained model. Easy and "
-      "random have as many sequences as `relative`."
+      "one; `relative` their logarithms after dividing by the loss of an untrained model. Random "
+      "has as many sequences as `relative`; easy too, or all that are not hard if these are fewer."
     ),
   ]
 
@@ -188,9 +189,10 @@ def test_blocks(results: Mapping[str, Any]) -> list[Block]:
   return [
     Text(
       "Medians over seeds, and in brackets the mean paired difference to GD with its 95 % "
-      "interval. The budgets were fixed before any run: between them, whichever arm drops first "
-      "is ahead for a while, so that a budget chosen afterwards can show anything. The arm with a "
-      "larger step size is the control for being merely faster."
+      "interval. The budgets were fixed before any run: whichever arm drops first is ahead for a "
+      "while, so that a budget chosen afterwards can show anything. So can a median: it falls by a "
+      "whole plateau when a few more runs have dropped. The larger step size is the control for "
+      "being merely faster."
     ),
     Grid("At equal steps", budget_table(results, "at_steps")),
     Text(
