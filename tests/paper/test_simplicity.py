@@ -356,8 +356,9 @@ def test_the_command_writes_its_page(tmp_path, capsys):
   assert [row["arm"] for row in results["arms"]] == [arm.name for arm in ARMS]
   assert results["settings"]["steps"] == 1000 and len(results["other"]) == 2
   rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
-  assert len(rows) == 3 * len(ARMS)
-  gd = [r for r in rows if r["arm"] == "GD"]
+  assert len(rows) == 3 * (len(ARMS) + 2 * len(experiment.OTHER_ARMS))
+  assert {(r["heads"], r["sigma"]) for r in rows} == {("16", "0.2"), ("5", "0.2"), ("16", "0.04")}
+  gd = [r for r in rows if (r["heads"], r["sigma"], r["arm"]) == ("16", "0.2", "GD")]
   found = results["arms"][0]
   entropies = [float(r["entropy"]) for r in gd if r["entropy"]]
   np.testing.assert_allclose(found["entropy"], np.mean(entropies), atol=1e-5)

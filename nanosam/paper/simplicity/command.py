@@ -59,7 +59,8 @@ def run(out: pathlib.Path, settings: Settings, argv: list[str], say: Say) -> Non
     }
   )
   write_json(out / "results.json", results)
-  write_atomically(out / "runs.csv", runs_table(settings, list(main.values())).encode())
+  studies = [(s, list(found.values())) for s, found in [(settings, main), *others]]
+  write_atomically(out / "runs.csv", runs_table(studies).encode())
   titles = {name: title(results, name) for name in page.DRAWN}
   figure.curves(out / "curves", main, titles)
   arms = {name: result.arm for name, result in main.items()}

@@ -257,7 +257,7 @@ def theory_blocks(results: Mapping[str, Any]) -> list[Block]:
     Grid("Entropy of SAM's times minus GD's", Table(["rho / sigma", "by Eq. 9", "exact"], rows)),
     Text(
       "What is measured above is something else: durations on one clock, from random starts, to "
-      f"the end of each drop ({HALF}: {signed(half, 3)})."
+      f"the middle of each drop ({HALF}: {signed(half, 3)})."
     ),
   ]
 

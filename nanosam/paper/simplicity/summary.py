@@ -72,18 +72,19 @@ def budgets(
   return found
 
 
-def runs_table(settings: Settings, results: Sequence[Result]) -> str:
+def runs_table(studies: Sequence[tuple[Settings, Sequence[Result]]]) -> str:
   """Every run, a line each, as CSV."""
-  reached = [b for b in BUDGETS if b <= settings.steps]
   buffer = io.StringIO()
   writer = csv.writer(buffer, lineterminator="\n")
   features = [f"learned_{m + 1}" for m in range(len(TASK.spectrum))]
-  writer.writerow(["arm", "seed", *features, "entropy", *(f"test_loss_{b}" for b in reached)])
-  for r in results:
-    entropy_S = entropy(r.times_SxFxD[:, 0])
-    for s in range(settings.seeds):
-      times = [f"{t:.0f}" if np.isfinite(t) else "" for t in r.times_SxFxD[s, 0]]
-      even = f"{entropy_S[s]:.5f}" if np.isfinite(entropy_S[s]) else ""
-      test = [f"{r.test_SxT[s, b // EVERY]:.6f}" for b in reached]
-      writer.writerow([r.arm.name, settings.first_seed + s, *times, even, *test])
+  losses = [f"test_loss_{b}" for b in BUDGETS]
+  writer.writerow(["heads", "sigma", "arm", "seed", *features, "entropy", *losses])
+  for settings, results in studies:
+    for r in results:
+      entropy_S = entropy(r.times_SxFxD[:, 0])
+      for s, even in enumerate(entropy_S):
+        name = [settings.heads, f"{settings.sigma:g}", r.arm.name, settings.first_seed + s]
+        times = [f"{t:.0f}" if np.isfinite(t) else "" for t in r.times_SxFxD[s, 0]]
+        test = [f"{r.test_SxT[s, b // EVERY]:.6f}" if b <= settings.steps else "" for b in BUDGETS]
+        writer.writerow([*name, *times, f"{even:.5f}" if np.isfinite(even) else "", *test])
   return buffer.getvalue()
