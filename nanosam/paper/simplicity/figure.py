@@ -16,7 +16,7 @@ SHOWN = 4000  # steps
 
 def curves(target: pathlib.Path, results: Mapping[str, Result], titles: Mapping[str, str]) -> None:
   """A panel for each of `titles`; the dotted lines are the plateaus in closed form."""
-  with figure(target, len(titles), (3.6 * len(titles), 3.4)) as axes:
+  with figure(target, (3.6 * len(titles), 3.4), len(titles)) as axes:
     for ax, (name, title) in zip(axes, titles.items(), strict=True):
       test_SxT = results[name].test_SxT[:DRAWN, : SHOWN // EVERY + 1]
       steps_T = EVERY * np.arange(test_SxT.shape[1])
@@ -32,7 +32,7 @@ def curves(target: pathlib.Path, results: Mapping[str, Result], titles: Mapping[
 def differences(target: pathlib.Path, rows: Sequence[Numbers], arms: Mapping[str, Arm]) -> None:
   """Entropy minus GD's, with its interval: to the right, features are learned more evenly."""
   shown = [r for r in rows if r["arm"] != BASELINE and r["difference"]["low"] is not None]
-  with figure(target, 1, (7.4, 1.1 + 0.26 * len(shown))) as (ax,):
+  with figure(target, (7.4, 1.1 + 0.26 * len(shown))) as (ax,):
     for y, row in enumerate(shown):
       found, (colour, marker) = row["difference"], _style(arms[row["arm"]])
       ax.plot([found["low"], found["high"]], [y, y], color=colour, linewidth=2)
