@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
   evaluation = Evaluator(run.model, data, run.config.eval_batch_size, run.mesh)(run.params)
   if args.save:
     evaluation.save(pathlib.Path(args.workdir) / SEQUENCES_FILE, run.step)
-  rows = len(data.batch.inputs_BxL)
+  rows = len(data.batch.inputs)
   if args.json:
     facts = {"step": run.step, "source": name, "sequences": rows, "documents": data.documents}
     print(json.dumps({**facts, "bytes": data.bytes, **evaluation.metrics()}))

@@ -92,7 +92,7 @@ def inspect(
     "length": L,
     "tokens_per_sec": steps * batch_size * L / seconds,
     "first_batch_hash": batch_hash(first),
-    "rows": [source.tokenizer.decode(row) for row in first.inputs_BxL[:rows]],
+    "rows": [source.tokenizer.decode(row) for row in first.inputs[:rows]],
   }
 
 

@@ -100,7 +100,7 @@ def _restore_or_init(c: ml_collections.ConfigDict, workdir: Workdir, hosts: Host
   source.check_length(
     L=c.model.L, batch_size=c.batch_size, steps=c.opt.num_train_steps, repeat=c.data.repeat
   )
-  train_step = TrainStep(c, source.tokenizer.vocab_size, mesh)
+  train_step = TrainStep(c, source.outputs, mesh)
   progress = Progress(c.opt.num_train_steps, None if hosts.first else open(os.devnull, "w"))
   say = progress.note
   stream = source.train_stream(
@@ -177,7 +177,7 @@ def _open_writers(session: Session, eval_data: EvalSet, compiled: CompiledStep) 
     flops_per_step=compiled.flops,
     data=session.source.fingerprint,
     eval_set={
-      "sequences": len(eval_data.batch.inputs_BxL),
+      "sequences": len(eval_data.batch.targets_BxL),
       "documents": eval_data.documents,
       "bytes": eval_data.bytes,
     },
