@@ -28,19 +28,14 @@ def curve(run: Loaded, workdir: str, args: argparse.Namespace) -> dict[str, Any]
     chosen = matching(run.params, args.params, "--params")
   except MethodError as e:
     raise UsageError(str(e)) from e
-  progress, points = Progress(0), []
-  for i, sparsity in enumerate(sorted(set(args.sparsity)), 1):
+  progress, points, sparsities = Progress(0), [], sorted(set(args.sparsity))
+  for i, sparsity in enumerate(sparsities, 1):
     pruned, share = prune(run.params, chosen, sparsity)
     evaluation = evaluator(pruned)
-    points.append(
-      {
-        "sparsity": sparsity,
-        "zero": share,
-        "loss": evaluation.loss,
-        "loss_sem": evaluation.loss_sem,
-      }
-    )
-    progress.status(f"{workdir}  {i}/{len(set(args.sparsity))}  sparsity {sparsity:g}")
+    losses = {"loss": evaluation.loss, "loss_sem": evaluation.loss_sem}
+    points.append({"sparsity": sparsity, "zero": share, **losses})
+    number = len(sparsities)
+    progress.work(f"{workdir}  {i}/{number}  sparsity {sparsity:g}", i, number)
   progress.close()
   return {
     "workdir": str(workdir),

@@ -18,7 +18,7 @@ from nanosam.data.batch import EvalSet
 from nanosam.model.transformer import Params
 from nanosam.run.evaluation import Evaluator
 from nanosam.run.restore import Loaded
-from nanosam.system.progress import Progress, TimeLeft, duration
+from nanosam.system.progress import Progress
 
 FILE = "sharpness.json"
 KEEP_BYTES = 2**29  # Lanczos keeps all its vectors where they fit in this
@@ -31,36 +31,29 @@ PROBES, ITERATIONS = 8, 60
 class Countdown:
   """Shows what is being measured and the time left; work is counted in gradients."""
 
-  def __init__(self, progress: Progress, needed: dict[str, float]):
-    self._progress, self._needed, self._done = progress, needed, dict.fromkeys(needed, 0.0)
-    self._time_left, self._stage = TimeLeft(), ""
+  def __init__(self, needed: dict[str, float]):
+    self.progress, self._needed, self._done = Progress(0), needed, dict.fromkeys(needed, 0.0)
+    self._stage = ""
 
   def update(self, stage: str, done: float, needed: float | None = None, text: str = "") -> None:
     self._done[stage] = done
     self._needed[stage] = max(done, self._needed[stage] if needed is None else needed)
-    seconds = self._time_left.update(
-      sum(self._done.values()),
-      sum(self._needed.values()),
-      time.monotonic(),
-      counts=stage == self._stage,  # the first time of a stage is mostly compiling
-    )
+    counts = stage == self._stage  # the first time of a stage is mostly compiling
+    work = sum(self._done.values()), sum(self._needed.values())
+    self.progress.work(f"{stage}  {text}", *work, counts=counts)
     self._stage = stage
-    self._progress.status(f"{stage}  {text}  about {duration(seconds)} left")
 
 
 def measure(run: Loaded, args: argparse.Namespace) -> dict[str, Any]:
   """What the JSON holds."""
-  losses = LOSS * (2 * len(args.rho) + POINTS * (1 + args.directions))
-  progress = Progress(0)
   countdown = Countdown(
-    progress,
     {
       "taus": TAUS,
       "traces": PROBE * PROBES,
       "eigenvalues of H": H_PRODUCT * ITERATIONS,
       "eigenvalue of H_G": HG_PRODUCT * ITERATIONS,
-      "losses": losses,
-    },
+      "losses": LOSS * (2 * len(args.rho) + POINTS * (1 + args.directions)),
+    }
   )
   start, c = time.monotonic(), run.config
   m = Measurement(run, args, countdown)
@@ -78,7 +71,7 @@ def measure(run: Loaded, args: argparse.Namespace) -> dict[str, Any]:
     "sam_sharpness": m.sam_sharpness(),
     "landscape": m.landscape(),
   }
-  progress.close()
+  countdown.progress.close()
   return {**found, "seconds": round(time.monotonic() - start, 1)}
 
 

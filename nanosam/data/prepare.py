@@ -44,7 +44,7 @@ from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import Interrupted, UsageError, UserError
 from nanosam.system.files import PARTIAL, lock_file, write_atomically, write_json
-from nanosam.system.progress import Progress, TimeLeft, duration
+from nanosam.system.progress import Progress
 
 _UNFINISHED = "unfinished"
 _COMPLETE = "complete.json"
@@ -241,56 +241,40 @@ def _process_chunks(
   """Processes every chunk that is not complete yet."""
   if (unfinished / _COMPLETE).exists():
     return
-  progress = _Progress(sum(i.bytes for i in plan.inputs))
+  progress, started = Progress(0), time.monotonic()
+  total = sum(i.bytes for i in plan.inputs)
+  skipped = done = documents = 0  # bytes of the input files, and documents in them
   pending: dict[concurrent.futures.Future, int] = {}
 
+  def show() -> None:
+    rate = documents / max(time.monotonic() - started, 1e-9)
+    percent = 100 * (skipped + done) / max(total, 1)
+    line = f"{percent:.0f}%  {documents:,} documents  {rate:,.0f} documents/s"
+    progress.work(line, done, total - skipped)
+
   def collect(at_most: int) -> None:
+    nonlocal done, documents
     while len(pending) > at_most:
-      done, _ = concurrent.futures.wait(
+      finished, _ = concurrent.futures.wait(
         pending, timeout=_POLL_SECONDS, return_when=concurrent.futures.FIRST_COMPLETED
       )
-      for future in done:
-        progress.done_bytes += pending.pop(future)
+      for future in finished:
+        done += pending.pop(future)
         shards = future.result()["splits"].values()
-        progress.documents += sum(s["tokens"]["documents"] for s in shards)
-      progress.show()
+        documents += sum(s["tokens"]["documents"] for s in shards)
+      show()
 
+  show()
   with contextlib.closing(progress), _workers(workers) as pool:
     for chunk, stored_bytes in make_chunks(unfinished, plan, rules):
       if chunk is None:
-        progress.skipped_bytes += stored_bytes
+        skipped += stored_bytes
         continue
       task = pool.submit(worker.process, chunk, rules, os.fspath(tokenizer))
       pending[task] = stored_bytes
       collect(workers + 1)
     collect(0)
   write_json(unfinished / _COMPLETE, {})
-
-
-class _Progress:
-  """Documents per second, and the time left by the bytes of the input files."""
-
-  def __init__(self, total_bytes: int):
-    self._total_bytes = total_bytes
-    self.done_bytes = self.skipped_bytes = self.documents = 0
-    self._started = time.monotonic()
-    self._time_left = TimeLeft()
-    self._time_left.update(0, total_bytes, self._started)
-    self._line = Progress(0)
-
-  def show(self) -> None:
-    now = time.monotonic()
-    left = self._time_left.update(self.done_bytes, self._total_bytes - self.skipped_bytes, now)
-    if left is not None:
-      percent = 100 * (self.skipped_bytes + self.done_bytes) / self._total_bytes
-      rate = self.documents / (now - self._started)
-      self._line.status(
-        f"{percent:.0f}%  {self.documents:,} documents  {rate:,.0f} documents/s  "
-        f"{duration(left)} left"
-      )
-
-  def close(self) -> None:
-    self._line.close()
 
 
 if __name__ == "__main__":

@@ -7,38 +7,20 @@ Text that is tokenised on the fly depends on the number of hosts too (tfds.py).
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import grain
 from etils import epath
 
 from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, StreamOptions
 from nanosam.data.embedded import build_embedded
 from nanosam.data.packing import HostBatches, documents_that_fit, num_rows, pack_tokens
-from nanosam.data.read_ahead import check_fingerprint, read_ahead
 from nanosam.data.store import MANIFEST, TOKENIZER, StoreReader, read_manifest
+from nanosam.data.stream import Stream
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, local_copy, storage_errors
-
-
-class Stream(Protocol):
-  """This host's rows of each global batch, in global order."""
-
-  def __iter__(self) -> Iterator[Batch]: ...
-  def __next__(self) -> Batch: ...
-  def state(self) -> dict[str, Any]:
-    """The position of the next batch, for JSON; `merge_states` merges those of all hosts."""
-    ...
-
-  def restore(self, state: Mapping[str, Any]) -> None: ...
-  def epoch(self) -> float:
-    """Passes over the training split so far."""
-    ...
-
-  def close(self) -> None: ...
 
 
 class Source(Protocol):
@@ -190,17 +172,12 @@ class StoreSource:
     return num_rows(self.train_tokens, L) // batch_size
 
 
-class StoreStream:
+class StoreStream(Stream):
   """A Stream whose only state is the step."""
 
   def __init__(self, batches: HostBatches, fingerprint: str):
-    self._batches, self._options = batches, batches.options
-    self._fingerprint = fingerprint
-    self._step = 0
-    self._iterator: grain.DatasetIterator | None = None
-
-  def __iter__(self) -> "StoreStream":
-    return self
+    super().__init__(fingerprint, batches.options)
+    self._batches = batches
 
   def __next__(self) -> Batch:
     o, last = self._options, self._batches.last_step
@@ -209,27 +186,12 @@ class StoreStream:
         f"the training data ends after {last} steps of {o.batch_size} x {o.L} tokens; "
         + TOO_FEW_TOKENS
       )
-    if self._iterator is None:
-      # Beginning at the step, instead of restoring Grain's own state, makes a restart O(1) and
-      # independent of the number of workers.
-      rest = dataclasses.replace(self._batches, first_step=self._step)
-      self._iterator = read_ahead(rest, workers=o.workers, prefetch=o.prefetch)
-    batch = next(self._iterator)
+    batch = self._read()
     self._step += 1
     return batch
 
-  def state(self) -> dict[str, Any]:
-    return {"step": self._step, "fingerprint": self._fingerprint}
-
-  def restore(self, state: Mapping[str, Any]) -> None:
-    check_fingerprint(state, self._fingerprint)
-    self.close()
-    self._step = int(state["step"])
+  def _rest(self) -> HostBatches:
+    return dataclasses.replace(self._batches, first_step=self._step)
 
   def epoch(self) -> float:
     return self._step * self._options.batch_size / self._batches.rows_per_epoch
-
-  def close(self) -> None:
-    if self._iterator is not None:
-      self._iterator.close()
-      self._iterator = None

@@ -17,14 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import grain
 import numpy as np
 from etils import epath
 
 from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, StreamOptions
 from nanosam.data.packing import documents_that_fit, pack_tokens, shuffled
-from nanosam.data.read_ahead import check_fingerprint, read_ahead
 from nanosam.data.store import TEXT, TOKENIZER
+from nanosam.data.stream import Stream
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, local_copy, storage_errors
@@ -230,15 +229,8 @@ class Groups:
   first: int  # the group at index 0
 
   def __len__(self) -> int:
-    return (sys.maxsize if self.repeat else self.num_groups) - self.first
-
-  @property
-  def num_groups(self) -> int:
-    """In one epoch."""
-    return -(-len(self._host_positions()) // _GROUP)
-
-  def _host_positions(self) -> range:
-    return range(self.host, len(self.texts), self.hosts)
+    documents = len(range(self.host, len(self.texts), self.hosts))
+    return (sys.maxsize if self.repeat else -(-documents // _GROUP)) - self.first
 
   def __getitem__(self, index: int) -> np.ndarray:
     first = (self.first + index) * _GROUP * self.hosts + self.host
@@ -248,18 +240,15 @@ class Groups:
     return np.concatenate(_framed(self.tokenizer, self.texts.read(chosen)))
 
 
-class TfdsStream:
+class TfdsStream(Stream):
   """A Stream whose state is a position in the host's tokens: a group, and a token within it."""
 
   def __init__(self, groups: Groups, fingerprint: str, options: StreamOptions):
     """`options.prefetch` counts groups."""
-    self._groups, self._fingerprint, self._options = groups, fingerprint, options
-    self._iterator: grain.DatasetIterator | None = None
+    super().__init__(fingerprint, options)
+    self._groups = groups
     self._buffer: collections.deque[np.ndarray] = collections.deque()  # from the position on
-    self._step = self._group = self._offset = 0
-
-  def __iter__(self) -> "TfdsStream":
-    return self
+    self._group = self._offset = 0
 
   def __next__(self) -> Batch:
     o = self._options
@@ -273,14 +262,10 @@ class TfdsStream:
     )
 
   def _fill(self, num_tokens: int) -> None:
-    if self._iterator is None:
-      rest = dataclasses.replace(self._groups, first=self._group)
-      o = self._options
-      self._iterator = read_ahead(rest, workers=o.workers, prefetch=o.prefetch)
     buffered = sum(map(len, self._buffer))
     while buffered < num_tokens:
       try:
-        tokens = next(self._iterator)
+        tokens = self._read()
       except StopIteration:
         raise UserError(
           f"the training data ends after {self._step} steps; {TOO_FEW_TOKENS}"
@@ -289,6 +274,9 @@ class TfdsStream:
         tokens = tokens[self._offset :]
       self._buffer.append(tokens)
       buffered += len(tokens)
+
+  def _rest(self) -> Groups:
+    return dataclasses.replace(self._groups, first=self._group)
 
   def _advance(self, num_tokens: int) -> None:
     while num_tokens >= len(self._buffer[0]):
@@ -299,14 +287,13 @@ class TfdsStream:
 
   def state(self) -> dict[str, Any]:
     return {
-      "step": self._step,
-      "fingerprint": self._fingerprint,
+      **super().state(),
       "hosts": self._groups.hosts,
       "positions": {str(self._groups.host): [self._group, self._offset]},
     }
 
   def restore(self, state: Mapping[str, Any]) -> None:
-    check_fingerprint(state, self._fingerprint)
+    super().restore(state)
     hosts = self._groups.hosts
     if state["hosts"] != hosts:
       raise UserError(
@@ -319,15 +306,11 @@ class TfdsStream:
       raise UserError(
         f"the checkpoint has no data position for host {self._groups.host}; start over"
       )
-    self.close()
-    self._step = int(state["step"])
     self._group, self._offset = map(int, position)
 
   def epoch(self) -> float:
     return self._group * _GROUP * self._groups.hosts / len(self._groups.texts)
 
   def close(self) -> None:
-    if self._iterator is not None:
-      self._iterator.close()
-      self._iterator = None
+    super().close()
     self._buffer.clear()

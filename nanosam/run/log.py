@@ -6,13 +6,14 @@ run.
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from nanosam.run.metrics_file import METRICS_FILE, JsonlWriter, Value
 from nanosam.run.wandb_process import WandbProcess
@@ -56,17 +57,11 @@ def open_writers(
   last_step = -1 if resume_step is None else resume_step
   writers: list[Writer] = [JsonlWriter(folder / METRICS_FILE, last_step=last_step)]
   if tensorboard:
-
-    def make_tensorboard() -> TensorBoardWriter:
-      return TensorBoardWriter(folder, first_step=last_step + 1)
-
-    writers.append(Background(make_tensorboard, "TensorBoard", close_timeout, say))
+    events = functools.partial(TensorBoardWriter, folder, first_step=last_step + 1)
+    writers.append(Background(events, "TensorBoard", close_timeout, say))
   if wandb != "disabled" and os.environ.get("WANDB_MODE") != "disabled":
-
-    def make_wandb() -> WandbProcess:
-      return WandbProcess(folder, wandb, config, run, say, close_timeout)
-
-    writers.append(Background(make_wandb, "W&B", close_timeout, say, abort=WandbProcess.kill))
+    process = functools.partial(WandbProcess, folder, wandb, config, run, say, close_timeout)
+    writers.append(Background(process, "W&B", close_timeout, say))
   return FanOut(writers)
 
 
@@ -131,31 +126,27 @@ def _new_events_file(folder: pathlib.Path) -> pathlib.Path:
   return folder / f"events.out.tfevents.{seconds:010d}.nanosam"
 
 
-W = TypeVar("W", bound=Writer)
-
-
-class Background(Generic[W]):
+class Background:
   """Runs a writer in a daemon thread; nothing it does reaches the caller.
 
   The thread makes the writer too, so a slow start costs the caller nothing. A full queue drops
   records and counts them; an exception switches the writer off with one line; close() gives up
-  after `close_timeout` seconds and calls `abort` to end what still hangs.
+  after `close_timeout` seconds and kills a process that still hangs.
   """
 
   def __init__(
     self,
-    make_writer: Callable[[], W],
+    make_writer: Callable[[], Writer],
     name: str,
     close_timeout: float,
     say: Say,
-    abort: Callable[[W], None] | None = None,
     capacity: int = 10_000,
   ):
-    self._make_writer, self._abort = make_writer, abort
-    self._name, self._close_timeout, self._say = name, close_timeout, say
+    self._make_writer, self._name = make_writer, name
+    self._close_timeout, self._say = close_timeout, say
     self._queue: queue.Queue[tuple[int, dict[str, Value]] | None] = queue.Queue(capacity)
     self._end: tuple[int, Mapping[str, float] | None] = (0, None)
-    self._writer: W | None = None
+    self._writer: Writer | None = None
     self._failed = False
     self._dropped = 0
     self._thread = threading.Thread(target=self._work, name=f"writer-{name}", daemon=True)
@@ -197,7 +188,7 @@ class Background(Generic[W]):
       self._failed = True
       self._dropped += self._queue.qsize()
       self._say(f"{self._name} did not finish within {self._close_timeout:g} s and was abandoned")
-      if self._abort and self._writer is not None:
-        self._abort(self._writer)
+      if isinstance(self._writer, WandbProcess):
+        self._writer.kill()
     if self._dropped:
       self._say(f"{self._name}: {self._dropped} records were dropped; {METRICS_FILE} has them")

@@ -7,6 +7,7 @@ killed parent long enough to save what it was given, and can be killed when it h
 This file is also the child's program, so it imports neither JAX nor wandb at the top.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -116,24 +117,6 @@ def _run_id(workdir: pathlib.Path) -> str:
 # --- from here on: the child ---
 
 
-class _RowCounter:
-  """W&B's own step: the number of the next row, stored on disk.
-
-  W&B drops rows whose own step does not grow, so it cannot be the training step, which goes back
-  when a run resumes from a checkpoint. And it must keep growing across restarts: offline, each
-  start leaves a folder, and all of them are uploaded into one run later.
-  """
-
-  def __init__(self, path: pathlib.Path):
-    self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    text = os.pread(self._fd, 32, 0).strip()
-    self.next = int(text) if text.isdigit() else 0
-
-  def advance(self) -> None:
-    self.next += 1
-    os.pwrite(self._fd, b"%020d\n" % self.next, 0)
-
-
 def _choose_mode(wandb: Any, mode: str) -> str:
   """auto: WANDB_MODE if set, else online if W&B finds credentials, without prompt or network."""
   if mode != "auto":
@@ -159,27 +142,17 @@ def _start_run(wandb: Any, spec: dict[str, Any], say: Callable[[str], None]) -> 
   )
   keys = ("name", "group", "tags", "project", "entity")
   options = {key: spec["run"].get(key) or None for key in keys}
-
-  def init(mode: str) -> Any:
-    return wandb.init(
-      dir=spec["workdir"],
-      id=spec["run_id"],
-      resume="allow",
-      mode=mode,
-      config=spec["config"],
-      settings=settings,
-      **options,
-    )
-
+  options |= {"dir": spec["workdir"], "id": spec["run_id"], "config": spec["config"]}
+  init = functools.partial(wandb.init, resume="allow", settings=settings, **options)
   try:
     mode = _choose_mode(wandb, spec["mode"])
-    run = init(mode)
+    run = init(mode=mode)
   except Exception as e:
     traceback.print_exc()
     say(f"W&B cannot be reached ({first_line(e)}); recording offline")
     wandb.teardown()  # the service still holds the run id
     mode = "offline"
-    run = init(mode)
+    run = init(mode=mode)
   say(
     f"W&B: {run.url}"
     if mode == "online"
@@ -200,16 +173,21 @@ def _serve(messages: Any, say: Callable[[str], None]) -> None:
     run.define_metric(axis)
   run.define_metric("*", step_metric="step")
   run.define_metric("eval/loss", step_metric="step", summary="min,last")
-  rows = _RowCounter(pathlib.Path(spec["workdir"]) / "wandb" / "next_row")
-  rows.next = max(rows.next, run.step)
+  # W&B drops rows whose own step does not grow, so it cannot be the training step, which goes back
+  # when a run resumes from a checkpoint. And it must keep growing across restarts: offline, each
+  # start leaves a folder, and all of them are uploaded into one run later. So it is on disk.
+  counter = os.open(f"{spec['workdir']}/wandb/next_row", os.O_RDWR | os.O_CREAT, 0o644)
+  stored = os.pread(counter, 32, 0).strip()
+  row = max(int(stored) if stored.isdigit() else 0, run.step)
   exit_code = 1  # unless the parent says close, it died
   for line in messages:
     if not line.endswith(b"\n"):
       break  # the parent died in the middle of it
     message = json.loads(line)
     if "write" in message:
-      run.log(message["write"], step=rows.next, commit=True)
-      rows.advance()
+      run.log(message["write"], step=row, commit=True)
+      row += 1
+      os.pwrite(counter, b"%020d\n" % row, 0)
     else:
       run.summary.update(message["summary"])
       exit_code = message["close"]

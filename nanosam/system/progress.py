@@ -35,18 +35,19 @@ class Progress:
     self._lock = threading.Lock()
 
   def update(self, step: int, *, loss: float, tokens_per_sec: float) -> None:
-    with self._lock:
-      left = self._time_left.update(step, self._total, self._clock())
-      line = (
-        f"step {step}/{self._total}  loss {loss:.4f}  "
-        f"{_short(tokens_per_sec)} tokens/s  {duration(left)} left"
-      )
-      self._set(line, last=step >= self._total)
+    line = f"step {step}/{self._total}  loss {loss:.4f}  {_short(tokens_per_sec)} tokens/s"
+    self.work(line, step, self._total)
 
-  def status(self, line: str) -> None:
-    """Shows any other line."""
+  def work(self, line: str, done: float, needed: float, *, counts: bool = True) -> None:
+    """Any other line, and the time left until all `needed` work is done.
+
+    counts=False leaves the time since the last update out of the mean speed.
+    """
     with self._lock:
-      self._set(line, last=False)
+      left = self._time_left.update(done, needed, self._clock(), counts=counts)
+      self._line, now = f"{line}  {_duration(left)} left", self._clock()
+      if done >= needed or now - self._shown_at >= self._interval:
+        self._show(now)
 
   def note(self, text: str) -> None:
     """Prints a line that stays, above the one that updates."""
@@ -64,11 +65,6 @@ class Progress:
       if self._live and self._shown:
         self._print("\n")
       self._line = self._shown = ""
-
-  def _set(self, line: str, last: bool) -> None:
-    self._line, now = line, self._clock()
-    if last or now - self._shown_at >= self._interval:
-      self._show(now)
 
   def _show(self, now: float) -> None:
     self._shown, self._shown_at = self._line, now
@@ -95,10 +91,7 @@ class TimeLeft:
     self._time: float | None = None
 
   def update(self, done: float, needed: float, now: float, *, counts: bool = True) -> float | None:
-    """Seconds until all `needed` work is done; None while the speed is unknown.
-
-    counts=False leaves the time since the last update out of the mean speed.
-    """
+    """Seconds until all `needed` work is done; None while the speed is unknown."""
     if counts and self._time is not None:
       self._work += done - self._done
       self._seconds += now - self._time
@@ -114,7 +107,7 @@ def _short(x: float) -> str:
   return f"{x:.3g}G"
 
 
-def duration(seconds: float | None) -> str:
+def _duration(seconds: float | None) -> str:
   if seconds is None:
     return "?"
   minutes, s = divmod(round(seconds), 60)

@@ -1,13 +1,15 @@
-"""TFRecord files, protobuf messages and tf.Example records, without TensorFlow.
+"""TFRecord files and tf.Example records, without TensorFlow.
 
 A record in a file is: length (8 bytes), masked CRC of the length (4), data, masked CRC of the data
 (4), all little-endian.
 """
 
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, Any
 
 import google_crc32c
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf.message import DecodeError
 
 CRC_BYTES = 4
 _LENGTH_BYTES = 8
@@ -53,78 +55,44 @@ def _skip(file: IO[bytes], length: int) -> None:
     length -= len(_read(file, min(length, 1 << 20)))
 
 
-# ---- Protobuf ------------------------------------------------------------------------------------
-
-_VARINT, _BYTES = 0, 2  # wire types
-_FIXED = {1: 8, 5: 4}  # bytes of the wire types of fixed size
-
-
-def _varint(n: int) -> bytes:
-  out = bytearray()
-  while n > 0x7F:
-    out.append(n & 0x7F | 0x80)
-    n >>= 7
-  out.append(n)
-  return bytes(out)
-
-
-def _field(number: int, payload: bytes) -> bytes:
-  return _varint(number << 3 | _BYTES) + _varint(len(payload)) + payload
-
-
-def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
-  """Contents of the length-delimited fields of that number."""
-  at = 0
-  while at < len(message):
-    key, at = _read_varint(message, at)
-    wire_type = key & 7
-    if wire_type == _BYTES:
-      length, at = _read_varint(message, at)
-      if at + length > len(message):
-        raise ValueError("a field extends past the end of the record")
-      if key >> 3 == wanted:
-        yield message[at : at + length]
-      at += length
-    elif wire_type == _VARINT:
-      _, at = _read_varint(message, at)
-    elif wire_type in _FIXED:
-      at += _FIXED[wire_type]
-    else:
-      raise ValueError(f"wire type {wire_type}")
-
-
-def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-  n = shift = 0
-  while True:
-    if at >= len(message) or shift > 63:
-      raise ValueError("an endless number")
-    byte = message[at]
-    n |= (byte & 0x7F) << shift
-    at += 1
-    if byte < 0x80:
-      return n, at
-    shift += 7
-
-
 # ---- tf.Example ----------------------------------------------------------------------------------
-# Example { Features features = 1; }  Features { map<string, Feature> feature = 1; }
-# Feature { BytesList | FloatList | Int64List }  BytesList { repeated bytes value = 1; }
-# A map entry is a message of key = 1 and value = 2. All of these fields are length-delimited.
+
+# What text needs of tensorflow/core/example/*.proto. Features of numbers are fields of Feature that
+# are not named here, and a map is stored as its entries.
+_PROTO = """
+name: "example.proto"
+message_type { name: "Example"
+  field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
+message_type { name: "Features"
+  field { name: "entries" number: 1 type: TYPE_MESSAGE type_name: "Entry" label: LABEL_REPEATED } }
+message_type { name: "Entry"
+  field { name: "key" number: 1 type: TYPE_BYTES }
+  field { name: "value" number: 2 type: TYPE_MESSAGE type_name: "Feature" } }
+message_type { name: "Feature"
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: "BytesList" } }
+message_type { name: "BytesList"
+  field { name: "value" number: 1 type: TYPE_BYTES label: LABEL_REPEATED } }
+"""
+_pool = descriptor_pool.DescriptorPool()
+_pool.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
+_Example: Any = message_factory.GetMessageClass(_pool.FindMessageTypeByName("Example"))
 
 
 def example_features(record: bytes) -> dict[str, list[bytes] | None]:
   """The values of each feature by name; None for a feature of numbers."""
-  features: dict[str, list[bytes] | None] = {}
-  for entry in _fields(b"".join(_fields(record, 1)), 1):
-    name = b"".join(_fields(entry, 1)).decode()
-    feature = b"".join(_fields(entry, 2))
-    lists = list(_fields(feature, 1))
-    features[name] = [v for x in lists for v in _fields(x, 1)] if lists or not feature else None
-  return features
+  try:
+    entries = _Example.FromString(record).features.entries
+  except DecodeError as e:
+    raise ValueError("it cannot be parsed") from e
+  return {
+    entry.key.decode(): None
+    if entry.value.ByteSize() and not entry.value.HasField("bytes_list")
+    else list(entry.value.bytes_list.value)
+    for entry in entries
+  }
 
 
 def text_example(name: str, text: bytes) -> bytes:
   """A tf.Example with one bytes feature."""
-  feature = _field(1, _field(1, text))
-  entry = _field(1, name.encode()) + _field(2, feature)
-  return _field(1, _field(1, entry))
+  entry = {"key": name.encode(), "value": {"bytes_list": {"value": [text]}}}
+  return _Example(features={"entries": [entry]}).SerializeToString()

@@ -179,7 +179,7 @@ def test_damaged_tfrecords(tmp_path):
   assert [(p.number, p.reason) for p in problems] == [
     (2, "the record's checksum does not match"),
     (3, "no text in field 'text'; it has body"),
-    (4, "not a tf.Example: an endless number"),
+    (4, "not a tf.Example: it cannot be parsed"),
     (5, "no text in field 'text'; it has text"),
     (7, "cannot be read further: the file ends within a record"),
   ]

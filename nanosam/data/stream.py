@@ -1,0 +1,93 @@
+"""What all streams of batches share: their position, and reading ahead with Grain."""
+
+import abc
+import pickle
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import grain
+from absl import flags
+from grain.sources import RandomAccessDataSource
+
+from nanosam.data.batch import Batch, StreamOptions
+from nanosam.system.errors import UserError
+from nanosam.system.processes import exit_with_parent
+
+
+class Stream(abc.ABC):
+  """This host's rows of each global batch, in global order."""
+
+  def __init__(self, fingerprint: str, options: StreamOptions):
+    self._fingerprint, self._options, self._step = fingerprint, options, 0
+    self._iterator: grain.DatasetIterator | None = None
+
+  def __iter__(self) -> "Stream":
+    return self
+
+  @abc.abstractmethod
+  def __next__(self) -> Batch: ...
+
+  @abc.abstractmethod
+  def epoch(self) -> float:
+    """Passes over the training split so far."""
+
+  @abc.abstractmethod
+  def _rest(self) -> RandomAccessDataSource:
+    """What Grain reads, from the position on.
+
+    This, instead of restoring Grain's own state, makes a restart O(1) and independent of the number
+    of workers.
+    """
+
+  def _read(self) -> Any:
+    """The next element of the data."""
+    if self._iterator is None:
+      o = self._options
+      self._iterator = _read_ahead(self._rest(), workers=o.workers, prefetch=o.prefetch)
+    return next(self._iterator)
+
+  def state(self) -> dict[str, Any]:
+    """The position of the next batch, for JSON; `merge_states` merges those of all hosts."""
+    return {"step": self._step, "fingerprint": self._fingerprint}
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    if state["fingerprint"] != self._fingerprint:
+      raise UserError(
+        f"the checkpoint was made with data {state['fingerprint']}, this is {self._fingerprint} "
+        "(other files, or for the embedded corpus other package versions); restore that data "
+        "or use another workdir"
+      )
+    self.close()
+    self._step = int(state["step"])
+
+  def close(self) -> None:
+    if self._iterator is not None:
+      self._iterator.close()
+      self._iterator = None
+
+
+def _read_ahead(
+  source: RandomAccessDataSource, *, workers: int, prefetch: int
+) -> grain.DatasetIterator:
+  """The elements in order; `workers` processes, or one thread, read `prefetch` of them ahead."""
+  elements = grain.MapDataset.source(source)
+  if not workers:
+    options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
+    return iter(elements.to_iter_dataset(options))
+  if not flags.FLAGS.is_parsed():  # Grain's workers read flags, but this program has none
+    flags.FLAGS.mark_as_parsed()
+  # Pickled, because arrays would travel in shared memory, which leaks with a warning if a stream is
+  # closed while some are on the way.
+  in_order = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+  pickled = elements.map(pickle.dumps).to_iter_dataset(in_order)
+  ahead = grain.MultiprocessingOptions(
+    num_workers=workers, per_worker_buffer_size=max(-(-prefetch // workers), 1)
+  )
+  return iter(pickled.mp_prefetch(ahead, _settle_worker).map(pickle.loads))
+
+
+def _settle_worker(index: int, count: int) -> None:
+  """A worker ignores ctrl-C, which is for its parent, and exits when the parent does."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  exit_with_parent()
