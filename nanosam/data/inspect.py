@@ -15,7 +15,7 @@ from typing import Any
 from nanosam import config as config_lib
 from nanosam.data.batch import StreamOptions, batch_hash
 from nanosam.data.preparation.assembly import PLAN
-from nanosam.data.sources import Source, source_of
+from nanosam.data.sources import TextSource, source_of, text_of
 from nanosam.data.store import StoreReader, check_sha256
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
   config = config_lib.load(a.config) if a.config else config_lib.default()
   name = a.source or config.data.source
   config.data.update({k: v for k in _SETTINGS if (v := getattr(a, k)) is not None})
-  source = source_of(config.data, name)
+  source = text_of(source_of(config.data, name), name)
   if a.verify:
     verify(name)
   L, batch_size = a.length or config.model.L, a.batch_size or config.batch_size
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def inspect(
-  source: Source, name: str, *, L: int, batch_size: int, workers: int, rows: int
+  source: TextSource, name: str, *, L: int, batch_size: int, workers: int, rows: int
 ) -> dict[str, Any]:
   """Facts about a source, for JSON."""
   stream = source.train_stream(StreamOptions(L, batch_size, range(batch_size), workers=workers))

@@ -56,10 +56,10 @@ class Evaluation(NamedTuple):
   def save(self, path: pathlib.Path, step: int) -> None:
     """Per-sequence losses, for paired comparisons between runs."""
     content = io.BytesIO()
-    rows = {"nll": self.nll_R, "weight": self.weight_R}
+    facts: dict[str, Any] = {"step": step, "nll": self.nll_R, "weight": self.weight_R}
     if self.correct_R is not None:
-      rows["correct"] = self.correct_R
-    np.savez_compressed(content, step=step, **rows, bytes=self.bytes)
+      facts["correct"] = self.correct_R
+    np.savez_compressed(content, **facts, bytes=self.bytes)
     write_atomically(path, content.getvalue())
 
   def metrics(self) -> dict[str, float]:

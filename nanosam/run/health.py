@@ -26,9 +26,9 @@ def check(guard: Any, metrics: Mapping[str, Any]) -> bool:
 def bad_rows(model: Classifier, params: Params, batch: Batch, mesh: Mesh) -> list[int]:
   """Rows of the batch whose plain loss is not finite."""
   with jax.set_mesh(mesh):
-    found = jax.jit(
-      lambda p, b: row_sums(model, p, b), out_shardings=sharding.replicated(mesh)
-    )(params, sharding.to_devices(batch, mesh))
+    found = jax.jit(lambda p, b: row_sums(model, p, b), out_shardings=sharding.replicated(mesh))(
+      params, sharding.to_devices(batch, mesh)
+    )
   return np.flatnonzero(~np.isfinite(sum(map(np.asarray, found.values())))).tolist()
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nanosam.data.batch import Batch
+from nanosam.data.sources import text_of
 from nanosam.model import sharding
 from nanosam.model.transformer import Params, unembedding
 from nanosam.run.restore import Loaded
@@ -22,7 +23,8 @@ class Sampler:
   """
 
   def __init__(self, run: Loaded, *, temperature: float, top_k: int):
-    V = run.source.tokenizer.vocab_size
+    self.tokenizer = text_of(run.source, run.config.data.source).tokenizer
+    V = self.tokenizer.vocab_size
     if not 0 <= temperature < math.inf:
       raise UsageError(f"temperature={temperature} must be at least 0, and finite")
     if not 0 <= top_k <= V:
@@ -37,7 +39,7 @@ class Sampler:
       raise UsageError(f"num={num} and length={length} must be at least 1")
     if not 0 <= seed < 2**32:
       raise UsageError(f"seed={seed} must be between 0 and 2**32")
-    eos = self._run.source.tokenizer.eos_id
+    eos = self.tokenizer.eos_id
     rows = -(-num // sharding.shards(self._run.mesh)) * sharding.shards(self._run.mesh)
     ids_NxT = np.tile(np.asarray(prompt, np.int32), (rows, 1))
     ended_N = np.zeros(rows, bool)

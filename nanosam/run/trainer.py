@@ -24,7 +24,7 @@ from nanosam.run.meter import Cost, Meter
 from nanosam.run.profiling import Profiler
 from nanosam.run.record import Position
 from nanosam.run.step import TrainState, TrainStep
-from nanosam.run.validate import check_devices
+from nanosam.run.validate import check_devices, check_source
 from nanosam.run.workdir import Workdir
 from nanosam.system.errors import Interrupted, UsageError, UserError
 from nanosam.system.progress import Progress
@@ -97,11 +97,16 @@ def _restore_or_init(c: ml_collections.ConfigDict, workdir: Workdir, hosts: Host
   mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp)
   check_devices(c, sharding.shards(mesh))
   source = source_of(c.data)
+  check_source(c, source.image_size)
   source.check_length(
     L=c.model.L, batch_size=c.batch_size, steps=c.opt.num_train_steps, repeat=c.data.repeat
   )
   train_step = TrainStep(c, source.outputs, mesh)
-  progress = Progress(c.opt.num_train_steps, None if hosts.first else open(os.devnull, "w"))
+  progress = Progress(
+    c.opt.num_train_steps,
+    None if hosts.first else open(os.devnull, "w"),
+    unit="images" if source.image_size else "tokens",
+  )
   say = progress.note
   stream = source.train_stream(
     StreamOptions(
