@@ -102,6 +102,25 @@ def test_commands_are_taken_out_of_the_text():
     rule("python -m nanosam.new_command")
 
 
+def examples(text: str) -> list[str]:
+  """The Python blocks that stand alone."""
+  blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+  return [block for block in blocks if block.startswith("import")]
+
+
+@pytest.mark.parametrize("code", examples((ROOT / "README.md").read_text()))
+def test_every_example_runs_as_it_stands(code):
+  learned = 0.2 if "optax.apply_updates" in code else 1.0
+  code += f"\nassert float(value) < {learned} and float(metrics['guard/nonfinite']) == 0\n"
+  run = [sys.executable, "-c", code]
+  done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=300)
+  assert done.returncode == 0, done.stderr
+
+
+def test_the_examples_are_found():
+  assert len(examples((ROOT / "README.md").read_text())) == 2
+
+
 @pytest.fixture
 def workplace(tmp_path):
   """As a clone, but what the commands write stays here."""

@@ -12,7 +12,7 @@ from etils import epath
 
 from nanosam.system.errors import UsageError, UserError
 
-MODEL_TYPES = ("unigram", "bpe")
+MODEL_TYPES = ("unigram", "bpe", "char")
 
 # SentencePiece's trainer skips longer lines, so they are split.
 _MAX_LINE_BYTES = 1 << 16

@@ -81,9 +81,10 @@ def value_and_grad(
     fall_back: use the plain gradient where only the second pass is not finite.
     settings: fields of `Settings`.
 
-  `metrics` has the loss at theta' (train/loss_perturbed), the length of eps and its share in each
-  group of parameters, and the guard's verdict: guard/nonfinite is 1 if the loss or gradient is not
-  finite (skip that update), guard/perturbed_nonfinite if only the second pass is not.
+  `metrics` has the losses that the method computes (train/loss at theta, train/loss_perturbed at
+  theta'), the length of eps and its share in each group of parameters, and the guard's verdict:
+  guard/nonfinite is 1 if the loss or gradient is not finite (skip that update),
+  guard/perturbed_nonfinite if only the second pass is not.
   """
   if method not in METHODS:
     raise MethodError(f"unknown method '{method}': {', '.join(METHODS)}")
@@ -150,7 +151,7 @@ def _needed(
   method: str, direction: Direction, moments: Moments, params: Params, covered: Any
 ) -> Moments:
   """The moments that a direction needs, for all of the parameters; those it leaves out have 0."""
-  found = {}
+  found: dict[str, Any] = {}
   for name, wanted in (("mu", direction.needs_mu), ("nu", direction.needs_nu)):
     tree, kind = getattr(moments, name), {"mu": "first", "nu": "second"}[name]
     if not wanted:
