@@ -40,7 +40,9 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   c.grad_accumulation_steps = 1  # microbatches per step: saves memory, changes nothing else
 
   c.model = _model(size)
-  c.head = _head()
+  c.head = ml_collections.ConfigDict()
+  c.head.chunk = 32  # sequence positions whose logits exist at a time; 0 = all (dense)
+  c.head.residual = "auto"  # store | recompute | auto (store if small), for the functional methods
   c.opt = _opt(method, c.model)
   c.guard = _guard()
   c.data = _data()
@@ -93,13 +95,6 @@ def _model(size: str) -> ml_collections.ConfigDict:
   m.patch_size = 4  # vit: likewise
   m.pooling = "mean"  # vit: mean (of the patches) | token (a class token)
   return m
-
-
-def _head() -> ml_collections.ConfigDict:
-  h = ml_collections.ConfigDict()
-  h.chunk = 32  # sequence positions whose logits exist at a time; 0 = all (dense)
-  h.residual = "auto"  # store | recompute | auto (store if small), for the functional methods
-  return h
 
 
 def _opt(method: str, model: ml_collections.ConfigDict) -> ml_collections.ConfigDict:

@@ -7,11 +7,10 @@ python -m nanosam.evaluate --workdir=DIR [--source=...] [--step=...] [--save] [-
 import json
 import pathlib
 
-from nanosam.data.batch import EvalSet
 from nanosam.data.sources import eval_set, source_of
 from nanosam.run.evaluation import Evaluator
 from nanosam.run.record import SEQUENCES_FILE
-from nanosam.run.restore import Loaded, load_run
+from nanosam.run.restore import load_run
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser
 from nanosam.system.errors import UsageError
@@ -23,9 +22,18 @@ def main(argv: list[str]) -> None:
   if args.save and (args.source or args.step != "latest" or is_remote(args.workdir)):
     raise UsageError("--save is only for the latest step of a local run, on its own source")
   run = load_run(args.workdir, args.step)
-  name = args.source or run.config.data.source
-  data = _data(run, name)
-  evaluation = Evaluator(run.model, data, run.config.eval_batch_size, run.mesh)(run.params)
+  c = run.config
+  name = args.source or c.data.source
+  source = source_of(c.data, name)
+  theirs, ours = source.coding, run.source.coding
+  if theirs != ours:
+    what = "other classes or sizes" if source.image_size else "another tokenizer"
+    raise UsageError(
+      f"{name} was prepared with {what} ({theirs[:12]}; the run's: {ours[:12]}), which the model "
+      f"does not know: prepare that data again like {c.data.source}"
+    )
+  data = eval_set(source, c)
+  evaluation = Evaluator(run.model, data, c.eval_batch_size, run.mesh)(run.params)
   if args.save:
     evaluation.save(pathlib.Path(args.workdir) / SEQUENCES_FILE, run.step)
   rows = len(data.batch.targets_BxL)
@@ -42,20 +50,6 @@ def parser() -> RunParser:
   p.add_argument("--save", action="store_true", help=f"write the run's {SEQUENCES_FILE} again")
   p.add_argument("--json", action="store_true", help="print one JSON object")
   return p
-
-
-def _data(run: Loaded, name: str) -> EvalSet:
-  """The eval set of a source: as many rows as the run evaluates on."""
-  c = run.config
-  source = source_of(c.data, name)
-  theirs, ours = source.coding, run.source.coding
-  if theirs != ours:
-    what = "other classes or sizes" if source.image_size else "another tokenizer"
-    raise UsageError(
-      f"{name} was prepared with {what} ({theirs[:12]}; the run's: {ours[:12]}), which the model "
-      f"does not know: prepare that data again like {c.data.source}"
-    )
-  return eval_set(source, c)
 
 
 if __name__ == "__main__":

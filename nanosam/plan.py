@@ -8,7 +8,6 @@ data is read. cpu:8 is this machine as eight devices. Bytes and FLOPs are per de
 loops counted as often as they run.
 """
 
-import dataclasses
 import json
 from typing import Any
 
@@ -16,19 +15,11 @@ import ml_collections
 
 from nanosam import config as config_lib
 from nanosam.run import flops
-from nanosam.run.footprint import (
-  GIB,
-  REMEDIES,
-  Plan,
-  devices_of,
-  known_topologies,
-  measure,
-  vocabulary,
-)
+from nanosam.run.footprint import GIB, REMEDIES, devices_of, known_topologies, measure
 from nanosam.run.validate import validate
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
-from nanosam.system.errors import UsageError
+from nanosam.system.errors import need
 
 
 def main(argv: list[str]) -> None:
@@ -36,13 +27,14 @@ def main(argv: list[str]) -> None:
   c = config_lib.from_command_line([argv[0], *rest])
   c.workdir = c.workdir or "unused"
   validate(c)
-  if not 0 < args.utilization <= 1 or (args.peak or 1) <= 0:
-    raise UsageError("--utilization must be in (0, 1], and --peak above 0")
+  good = 0 < args.utilization <= 1 and (args.peak or 1) > 0
+  need(good, "--utilization must be in (0, 1], and --peak above 0")
   devices, hbm_bytes = devices_of(args.topology)
-  plan = measure(c, vocabulary(c, args.vocab_size), devices, hbm_bytes, args.topology)
-  cost = run_cost(c, plan, args.peak, args.utilization)
-  facts = {**dataclasses.asdict(plan), **cost}
-  print(json.dumps(facts, indent=2) if args.json else report(c, plan, cost))
+  # The data may not be here yet, so it is not asked.
+  known = c.data.vocab_size if c.data.source == "embedded" else config_lib.PAPER_VOCABULARY
+  facts = measure(c, args.vocab_size or known, devices, hbm_bytes, args.topology)
+  facts |= run_cost(c, facts, args.peak, args.utilization)
+  print(json.dumps(facts, indent=2) if args.json else report(c, facts))
 
 
 def parser() -> Parser:
@@ -56,46 +48,48 @@ def parser() -> Parser:
 
 
 def run_cost(
-  c: ml_collections.ConfigDict, plan: Plan, peak: float | None, utilization: float
+  c: ml_collections.ConfigDict, facts: dict[str, Any], peak: float | None, utilization: float
 ) -> dict[str, Any]:
   """Of the whole run, at `utilization` of `peak` FLOP/s; nothing if the peak is unknown."""
-  peak = peak or flops.peak_flops(plan.device_kind)
+  peak = peak or flops.peak_flops(facts["device_kind"])
   if peak is None:
     return {}
-  hours = c.opt.num_train_steps * plan.flops_per_device / (peak * utilization) / 3600
+  hours = c.opt.num_train_steps * facts["flops_per_device"] / (peak * utilization) / 3600
   return {
     "num_train_steps": c.opt.num_train_steps,
     "peak": peak,
     "utilization": utilization,
     "hours": hours,
-    "chip_hours": hours * plan.devices,
+    "chip_hours": hours * facts["devices"],
   }
 
 
-def report(c: ml_collections.ConfigDict, plan: Plan, cost: dict[str, Any]) -> str:
+def report(c: ml_collections.ConfigDict, facts: dict[str, Any]) -> str:
   def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
-  mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
-  moved = plan.collective_bytes_by_kind
+  mesh = " x ".join(f"{axis} {size}" for axis, size in facts["mesh"].items())
+  moved = facts["collective_bytes_by_kind"]
   collectives = "unknown" if moved is None else ", ".join(f"{k} {gib(v)}" for k, v in moved.items())
+  peak, memory = facts["peak_bytes_per_device"], facts["hbm_bytes_per_device"]
   lines = [
-    f"{plan.method}, {plan.parameters / 1e6:.1f}M parameters, vocabulary {plan.vocab_size}, batch "
-    f"{c.batch_size} x {c.model.L} in {c.grad_accumulation_steps} part(s)",
-    f"{plan.topology}: {plan.devices} x {plan.device_kind}, mesh {mesh}",
+    f"{facts['method']}, {facts['parameters'] / 1e6:.1f}M parameters, vocabulary "
+    f"{facts['vocab_size']}, batch {c.batch_size} x {c.model.L} in {c.grad_accumulation_steps} "
+    "part(s)",
+    f"{facts['topology']}: {facts['devices']} x {facts['device_kind']}, mesh {mesh}",
     "a step, on each device:",
-    f"  arguments    {gib(plan.argument_bytes_per_device)}",
-    f"  temporaries  {gib(plan.temp_bytes_per_device)}",
-    f"  peak         {gib(plan.peak_bytes_per_device)} of {gib(plan.hbm_bytes_per_device)}: "
-    + ("fits" if plan.fits else f"DOES NOT FIT; {REMEDIES}"),
-    f"  FLOPs        {plan.flops_per_device:.4g}",
+    f"  arguments    {gib(facts['argument_bytes_per_device'])}",
+    f"  temporaries  {gib(facts['temp_bytes_per_device'])}",
+    f"  peak         {gib(peak)} of {gib(memory)}: "
+    + ("fits" if facts["fits"] else f"DOES NOT FIT; {REMEDIES}"),
+    f"  FLOPs        {facts['flops_per_device']:.4g}",
     f"  collectives  {collectives or 'none'}",
-    f"compiled in {plan.compile_seconds:.0f} s",
+    f"compiled in {facts['compile_seconds']:.0f} s",
   ]
-  if cost:
+  if "hours" in facts:
     lines.append(
-      f"{cost['num_train_steps']} steps at {cost['utilization']:.0%} of {cost['peak']:.3g} FLOP/s: "
-      f"{cost['hours']:.1f} hours, {cost['chip_hours']:.1f} chip-hours"
+      f"{facts['num_train_steps']} steps at {facts['utilization']:.0%} of {facts['peak']:.3g} "
+      f"FLOP/s: {facts['hours']:.1f} hours, {facts['chip_hours']:.1f} chip-hours"
     )
   return "\n".join(lines)
 

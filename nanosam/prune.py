@@ -14,7 +14,7 @@ from nanosam.run.restore import load_run
 from nanosam.study import figures
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser, numbers, results_folder
-from nanosam.system.errors import UsageError
+from nanosam.system.errors import UsageError, need
 from nanosam.system.files import write_json
 
 
@@ -54,8 +54,7 @@ def parser() -> RunParser:
 
 def check(args: argparse.Namespace) -> None:
   for sparsity in args.sparsity:
-    if not 0 <= sparsity < 1:
-      raise UsageError(f"--sparsity={sparsity:g} must be in [0, 1)")
+    need(0 <= sparsity < 1, f"--sparsity={sparsity:g} must be in [0, 1)")
   try:
     re.compile(args.params)
   except re.error as e:

@@ -18,7 +18,7 @@ from nanosam.run.restore import load_run
 from nanosam.study import figures
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser, numbers, results_folder
-from nanosam.system.errors import UsageError
+from nanosam.system.errors import need
 from nanosam.system.files import write_json
 
 
@@ -52,15 +52,14 @@ def parser() -> RunParser:
 def check(args: argparse.Namespace) -> None:
   lows = {"batches": 1, "batch_size": 0, "iterations": 1, "probes": 2, "directions": 0, "seed": 0}
   for name, low in lows.items():
-    if getattr(args, name) < low:
-      raise UsageError(f"--{name}={getattr(args, name)} must be at least {low}")
-  if args.seed >= 2**32:
-    raise UsageError(f"--seed={args.seed} must be less than 2**32")
+    value = getattr(args, name)
+    need(value >= low, f"--{name}={value} must be at least {low}")
+  need(args.seed < 2**32, f"--seed={args.seed} must be less than 2**32")
   for name in ("residual", "sem"):
-    if not 0 < getattr(args, name) < 1:
-      raise UsageError(f"--{name}={getattr(args, name)} must be between 0 and 1")
-  if not all(math.isfinite(rho) and rho > 0 for rho in args.rho):
-    raise UsageError(f"--rho={','.join(map(str, args.rho))}: radii must be positive")
+    value = getattr(args, name)
+    need(0 < value < 1, f"--{name}={value} must be between 0 and 1")
+  positive = all(math.isfinite(rho) and rho > 0 for rho in args.rho)
+  need(positive, f"--rho={','.join(map(str, args.rho))}: radii must be positive")
 
 
 if __name__ == "__main__":

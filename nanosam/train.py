@@ -7,13 +7,11 @@ import contextlib
 
 from nanosam import config as config_lib
 from nanosam.curvature.diagnostics import Diagnostics
-from nanosam.run.bucket import RemoteWorkdir
 from nanosam.run.cluster import joined
 from nanosam.run.trainer import open_trainer
 from nanosam.run.validate import validate
-from nanosam.run.workdir import open_local
+from nanosam.run.workdir import open_workdir
 from nanosam.system import errors
-from nanosam.system.remote import is_remote
 from nanosam.system.signals import StopRequest
 
 
@@ -26,11 +24,7 @@ def main(argv: list[str]) -> None:
   validate(c)
   with StopRequest() as stop, joined(c.cluster, stop) as hosts:
     with stop.nothing_to_save():
-      workdir = (
-        RemoteWorkdir(c.workdir, c.data.cache_dir, hosts)
-        if is_remote(c.workdir)
-        else open_local(c.workdir, hosts)
-      )
+      workdir = open_workdir(c.workdir, c.data.cache_dir, hosts)
     with contextlib.closing(workdir):
       with stop.nothing_to_save():
         trainer = open_trainer(c, workdir, stop, hosts, make_diagnostics=Diagnostics)

@@ -34,8 +34,8 @@ def curve(run: Loaded, workdir: str, args: argparse.Namespace) -> dict[str, Any]
     evaluation = evaluator(pruned)
     losses = {"loss": evaluation.loss, "loss_sem": evaluation.loss_sem}
     points.append({"sparsity": sparsity, "zero": share, **losses})
-    number = len(sparsities)
-    progress.work(f"{workdir}  {i}/{number}  sparsity {sparsity:g}", i, number)
+    line = f"{workdir}  {i}/{len(sparsities)}  sparsity {sparsity:g}"
+    progress.work(line, i, len(sparsities))
   progress.close()
   return {
     "workdir": str(workdir),

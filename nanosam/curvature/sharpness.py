@@ -28,35 +28,10 @@ TAUS, PROBE, H_PRODUCT, HG_PRODUCT, LOSS = 12.0, 2.0, 2.7, 2.3, 0.33
 PROBES, ITERATIONS = 8, 60
 
 
-class Countdown:
-  """Shows what is being measured and the time left; work is counted in gradients."""
-
-  def __init__(self, needed: dict[str, float]):
-    self.progress, self._needed, self._done = Progress(0), needed, dict.fromkeys(needed, 0.0)
-    self._stage = ""
-
-  def update(self, stage: str, done: float, needed: float | None = None, text: str = "") -> None:
-    self._done[stage] = done
-    self._needed[stage] = max(done, self._needed[stage] if needed is None else needed)
-    counts = stage == self._stage  # the first time of a stage is mostly compiling
-    work = sum(self._done.values()), sum(self._needed.values())
-    self.progress.work(f"{stage}  {text}", *work, counts=counts)
-    self._stage = stage
-
-
 def measure(run: Loaded, args: argparse.Namespace) -> dict[str, Any]:
   """What the JSON holds."""
-  countdown = Countdown(
-    {
-      "taus": TAUS,
-      "traces": PROBE * PROBES,
-      "eigenvalues of H": H_PRODUCT * ITERATIONS,
-      "eigenvalue of H_G": HG_PRODUCT * ITERATIONS,
-      "losses": LOSS * (2 * len(args.rho) + POINTS * (1 + args.directions)),
-    }
-  )
   start, c = time.monotonic(), run.config
-  m = Measurement(run, args, countdown)
+  m = Measurement(run, args)
   found = {
     "step": run.step,
     "method": c.opt.method,
@@ -71,16 +46,25 @@ def measure(run: Loaded, args: argparse.Namespace) -> dict[str, Any]:
     "sam_sharpness": m.sam_sharpness(),
     "landscape": m.landscape(),
   }
-  countdown.progress.close()
+  m.progress.close()
   return {**found, "seconds": round(time.monotonic() - start, 1)}
 
 
 class Measurement:
   """A model on some rows; each method measures something."""
 
-  def __init__(self, run: Loaded, args: argparse.Namespace, countdown: Countdown):
+  def __init__(self, run: Loaded, args: argparse.Namespace):
     c, size = run.config, args.batch_size or run.config.batch_size
-    self._run, self._args, self._countdown = run, args, countdown
+    self._run, self._args = run, args
+    self.progress, self._stage = Progress(0), ""
+    self._needed = {
+      "taus": TAUS,
+      "traces": PROBE * PROBES,
+      "eigenvalues of H": H_PRODUCT * ITERATIONS,
+      "eigenvalue of H_G": HG_PRODUCT * ITERATIONS,
+      "losses": LOSS * (2 * len(args.rho) + POINTS * (1 + args.directions)),
+    }
+    self._done = dict.fromkeys(self._needed, 0.0)
     data = validation_rows(
       run.source, c, args.batches * size, fewer="lower --batches or --batch_size"
     )
@@ -94,10 +78,19 @@ class Measurement:
     self._evaluations = 0
     self.loss, self.gradient = self._surface.gradient(run.params)
 
+  def _show(self, stage: str, done: float, needed: float | None = None, text: str = "") -> None:
+    """What is being measured and the time left; work is counted in gradients."""
+    self._done[stage] = done
+    self._needed[stage] = max(done, self._needed[stage] if needed is None else needed)
+    counts = stage == self._stage  # the first time of a stage is mostly compiling
+    work = sum(self._done.values()), sum(self._needed.values())
+    self.progress.work(f"{stage}  {text}", *work, counts=counts)
+    self._stage = stage
+
   def taus(self) -> dict[str, dict[str, float]]:
     run = self._run
     by_batch = self._surface.taus(run.params, run.moments, run.config.opt)
-    self._countdown.update("taus", TAUS)
+    self._show("taus", TAUS)
     return {
       f"{prefix}_{path}": mean([float(getattr(t[name], path)) for t in by_batch])._asdict()
       for name, prefix in products.PREFIXES.items()
@@ -112,7 +105,7 @@ class Measurement:
       ratio = max(means[k].sem / abs(means[k].value) for k in awaited) / args.sem
       needed = min(args.probes, max(PROBES, probes * ratio**2)) if probes > 2 else PROBES
       text = f"tr(H) {means['H'].value:.5g} +- {means['H'].sem:.2g}"
-      self._countdown.update("traces", PROBE * probes, PROBE * needed, text)
+      self._show("traces", PROBE * probes, PROBE * needed, text)
 
     means, probes = hutchinson(
       lambda key: self._surface.probe(self._run.params, key),
@@ -147,7 +140,7 @@ class Measurement:
       needed = float(max(ITERATIONS, n))
       if worst < 0.5:  # from here on it falls about geometrically
         needed = n * max(math.log(args.residual) / math.log(worst), 1)
-      self._countdown.update(stage, cost * n, cost * min(needed, args.iterations), text)
+      self._show(stage, cost * n, cost * min(needed, args.iterations), text)
 
     bytes_of_all = args.iterations * sum(x.nbytes for x in jax.tree.leaves(params))
     lanczos = Lanczos(
@@ -192,7 +185,7 @@ class Measurement:
         evaluation = self._evaluator(_moved(self._run.params, d, distance))
       found.append(evaluation.loss)
       self._evaluations += 1
-      self._countdown.update("losses", LOSS * self._evaluations)
+      self._show("losses", LOSS * self._evaluations)
     return found
 
 

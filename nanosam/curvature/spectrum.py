@@ -149,12 +149,11 @@ def hutchinson(
   *,
   rtol: float,
   most: int,
-  least: int = 8,
   report: Callable[[int, dict[str, Mean]], None] = lambda *_: None,
 ) -> tuple[dict[str, Mean], int]:
   """Means of random samples, until the awaited ones have a standard error of `rtol` of their value.
 
-  At least a few are taken: the standard error of very few samples is itself a matter of luck.
+  At least eight are taken: the standard error of very few samples is itself a matter of luck.
   """
   samples: list[dict[str, float]] = []
   means: dict[str, Mean] = {}
@@ -163,6 +162,6 @@ def hutchinson(
     means = {name: mean([s[name] for s in samples]) for name in samples[0]}
     report(len(samples), means)
     precise = all(means[k].sem <= rtol * abs(means[k].value) for k in awaited)
-    if len(samples) >= least and precise:
+    if len(samples) >= 8 and precise:
       break
   return means, len(samples)

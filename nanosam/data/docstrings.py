@@ -51,17 +51,14 @@ def _entries(node: ast.AST, prefix: str) -> Iterator[Entry]:
         yield f"class {name}", text
       yield from _entries(child, f"{name}.")
     elif isinstance(child, _Function) and (text := _docstring(child)):
-      yield f"{prefix}{child.name}({_arguments(child)})", text
+      a = child.args
+      names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+      shown = ", ".join(name for name in names if name not in ("self", "cls"))
+      yield f"{prefix}{child.name}({shown})", text
 
 
 def _docstring(node: ast.Module | ast.ClassDef | _Function) -> str:
   return (ast.get_docstring(node) or "").strip()
-
-
-def _arguments(function: _Function) -> str:
-  a = function.args
-  names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs) if x.arg not in ("self", "cls")]
-  return ", ".join(names)
 
 
 def _topics(tree: ast.Module) -> list[list[Entry]]:

@@ -19,41 +19,24 @@ from pathlib import Path, PurePosixPath
 
 from nanosam.data import docstrings
 from nanosam.data.store import MANIFEST, StoreWriter
-from nanosam.data.tokenizer import Tokenizer, train_tokenizer
+from nanosam.data.tokenizer import train_tokenizer
 from nanosam.system.errors import say
 from nanosam.system.files import build_folder
 
 FORMAT = 1  # raise it when the same packages give other documents or another store
 
 # Direct dependencies and some of theirs. Changing the list changes the corpus and every result.
-DISTRIBUTIONS = (
-  "absl-py",
-  "clu",
-  "etils",
-  "flax",
-  "fsspec",
-  "grain",
-  "jax",
-  "ml-collections",
-  "numpy",
-  "optax",
-  "orbax-checkpoint",
-  "pydantic",
-  "rich",
-  "scipy",
-  "sentencepiece",
-  "tensorflow-datasets",
-  "treescope",
-  "wandb",
-)
+DISTRIBUTIONS = """
+  absl-py clu etils flax fsspec grain jax ml-collections numpy optax orbax-checkpoint pydantic rich
+  scipy sentencepiece tensorflow-datasets treescope wandb
+""".split()
 # Tests, copies of other projects, and parts of Python that some systems package separately.
 _SKIPPED_DIRECTORIES = frozenset(
-  {
-    *("test", "tests", "testing", "__pycache__"),
-    *("vendor", "vendored", "_vendor", "third_party", "extern", "externals"),
-    *("site-packages", "dist-packages", "ensurepip", "idlelib", "lib2to3", "lib-dynload"),
-    *("tkinter", "turtledemo"),
-  }
+  """
+  test tests testing __pycache__
+  vendor vendored _vendor third_party extern externals
+  site-packages dist-packages ensurepip idlelib lib2to3 lib-dynload tkinter turtledemo
+  """.split()
 )
 _MIN_DOCUMENT_CHARS = 200
 _MIN_ENTRY_CHARS = 40
@@ -88,7 +71,9 @@ def collect_documents() -> list[str]:
         seen.add(text)
         fresh.append(f"{heading}\n{text}" if heading else text)
     document = "\n\n".join(fresh) + "\n"
-    if len(document) >= _MIN_DOCUMENT_CHARS and _is_text(document):
+    # A lone surrogate in a string literal cannot be encoded.
+    is_text = document.encode(errors="ignore").decode() == document
+    if len(document) >= _MIN_DOCUMENT_CHARS and is_text:
       documents.add(document)
   return sorted(documents, key=_digest)
 
@@ -98,20 +83,16 @@ def is_validation(document: str) -> bool:
 
 
 def _write(directory: Path, vocab_size: int) -> None:
-  documents = collect_documents()
   splits: dict[str, list[str]] = {"train": [], "validation": []}
-  for document in documents:
+  for document in collect_documents():
     splits["validation" if is_validation(document) else "train"].append(document)
   tokenizer = train_tokenizer(splits["train"], vocab_size)
-  writer = StoreWriter(directory, tokenizer)
-  writer.commit(
-    {name: [writer.write_shard(name, 0, _tokenised(tokenizer, d))] for name, d in splits.items()}
-  )
-
-
-def _tokenised(tokenizer: Tokenizer, documents: Sequence[str]) -> Iterator[tuple[list[int], int]]:
-  ids = tokenizer.encode_batch(documents)
-  return zip(ids, (len(d.encode()) for d in documents), strict=True)
+  writer, shards = StoreWriter(directory, tokenizer), {}
+  for name, texts in splits.items():
+    sizes = (len(text.encode()) for text in texts)
+    documents = zip(tokenizer.encode_batch(texts), sizes, strict=True)
+    shards[name] = [writer.write_shard(name, 0, documents)]
+  writer.commit(shards)
 
 
 def _read(paths: Sequence[str]) -> Iterator[list[docstrings.Entry]]:
@@ -172,15 +153,6 @@ def _is_wanted(relative: str) -> bool:
     and not _SKIPPED_DIRECTORIES.intersection(path.parts)
     and ".." not in path.parts
   )
-
-
-def _is_text(document: str) -> bool:
-  """False for a lone surrogate in a string literal, which cannot be encoded."""
-  try:
-    document.encode()
-  except UnicodeEncodeError:
-    return False
-  return True
 
 
 def _digest(document: str) -> bytes:

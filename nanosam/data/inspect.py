@@ -15,26 +15,24 @@ from typing import Any
 from nanosam import config as config_lib
 from nanosam.data.batch import StreamOptions, batch_hash
 from nanosam.data.preparation.assembly import PLAN
-from nanosam.data.sources import TextSource, source_of, text_of
+from nanosam.data.sources import SETTINGS, TextSource, source_of, text_of
 from nanosam.data.store import StoreReader, check_sha256
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
-from nanosam.system.errors import UsageError
+from nanosam.system.errors import need
 
 _SECONDS = 2.0  # of measuring throughput
-_SETTINGS = ("vocab_size", "cache_dir", "data_dir", "tokenizer", "text_field")
 
 
 def main(argv: list[str]) -> None:
   a = parse(argv[1:])
-  if not (a.source or a.config):
-    raise UsageError("nothing to inspect: pass --source=tokens:DIR or --config=FILE.py")
+  need(a.source or a.config, "nothing to inspect: pass --source=tokens:DIR or --config=FILE.py")
   for key, low in {"length": 1, "batch_size": 1, "workers": 0, "rows": 0}.items():
-    if (value := getattr(a, key)) is not None and value < low:
-      raise UsageError(f"--{key}={value} must be at least {low}")
+    value = getattr(a, key)
+    need(value is None or value >= low, f"--{key}={value} must be at least {low}")
   config = config_lib.load(a.config) if a.config else config_lib.default()
   name = a.source or config.data.source
-  config.data.update({k: v for k in _SETTINGS if (v := getattr(a, k)) is not None})
+  config.data.update({k: v for k in SETTINGS if (v := getattr(a, k)) is not None})
   source = text_of(source_of(config.data, name), name)
   if a.verify:
     verify(name)
@@ -117,8 +115,7 @@ def describe(facts: dict[str, Any]) -> str:
 def verify(name: str) -> None:
   """Compares all checksums of a token store, and of the texts that `prepare` stored with it."""
   kind, _, directory = name.partition(":")
-  if kind != "tokens":
-    raise UsageError("--verify is for token stores: tokens:DIR")
+  need(kind == "tokens", "--verify is for token stores: tokens:DIR")
   store = StoreReader(directory)
   store.verify()
   plan = store.directory / PLAN

@@ -11,11 +11,7 @@ killed, the same command resumes and keeps the shards that are complete. In the 
                                  data.source=tfds:DIR, tokenised again on the fly
     prepare.json                 arguments, input files, summary, checksums of text/
 
-and until then
-
-    unfinished/00003-00012/      chunk 12 of group 3 of the input files (see worker.py)
-    unfinished/group-00003.json  number of chunks in that group
-    unfinished/complete.json     all chunks are there and are being moved into place
+and until then the chunks of the input files in unfinished/ (see chunking.py and worker.py).
 """
 
 import argparse
@@ -42,12 +38,12 @@ from nanosam.data.store import MANIFEST, TOKENIZER
 from nanosam.data.tokenizer import MODEL_TYPES, Tokenizer
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
-from nanosam.system.errors import Interrupted, UsageError, UserError
-from nanosam.system.files import PARTIAL, lock_file, write_atomically, write_json
+from nanosam.system.errors import Interrupted, UsageError, UserError, need
+from nanosam.system.files import PARTIAL, disk_errors, lock_file, write_atomically, write_json
 from nanosam.system.progress import Progress
 
 _UNFINISHED = "unfinished"
-_COMPLETE = "complete.json"
+_COMPLETE = "complete.json"  # all chunks are there and are being moved into place
 _POLL_SECONDS = 0.5
 
 
@@ -76,14 +72,9 @@ def prepare(a: argparse.Namespace) -> dict[str, Any]:
 def _run(out: Path, plan: Plan, a: argparse.Namespace) -> dict[str, Any]:
   started = time.monotonic()
   rules = Rules(a.text_field, a.validation_fraction, a.on_error)
-  try:
+  with disk_errors(out):
     _process_chunks(out / _UNFINISHED, plan, rules, _vocabulary(out, plan, rules, a), a.workers)
     record = assemble(out, out / _UNFINISHED, len(plan.groups))
-  except OSError as e:
-    raise UserError(
-      f"cannot write to {out}: {e.strerror or e}; free some space or fix the cause, then run the "
-      "same command to resume"
-    ) from e
   print(f"prepared {out} in {time.monotonic() - started:.1f} s")
   return record
 
@@ -112,24 +103,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     "--shard_bytes", type=int, default=0, help="raw text in a shard; 0 = by the input's size"
   )
   a = p.parse_args(argv)
-  _check(a)
-  return a
-
-
-def _check(a: argparse.Namespace) -> None:
-  def need(good: bool, message: str) -> None:
-    if not good:
-      raise UsageError(message)
-
   if a.validation_fraction is None:
     a.validation_fraction = 0.0 if a.validation else 0.01
   fraction = a.validation_fraction
   need(not (a.validation and fraction), "--validation and --validation_fraction exclude each other")
-  need(bool(a.validation) or 0 < fraction < 1, f"--validation_fraction={fraction}: not in (0, 1)")
+  need(a.validation or 0 < fraction < 1, f"--validation_fraction={fraction}: not in (0, 1)")
   need(a.workers >= 1, f"--workers={a.workers}: at least 1")
   need(a.shard_bytes >= 0, f"--shard_bytes={a.shard_bytes}: at least 0")
   need(a.sample_bytes >= 1, f"--sample_bytes={a.sample_bytes}: at least 1")
   need("://" not in a.output, f"--output={a.output}: must be local; copy the result afterwards")
+  return a
 
 
 def _cores() -> int:
@@ -222,12 +205,9 @@ def _vocabulary(out: Path, plan: Plan, rules: Rules, a: argparse.Namespace) -> P
   if a.tokenizer:
     tokenizer = Tokenizer.load(a.tokenizer)
   else:
-    print(
-      f"training a {a.model_type} vocabulary of {a.vocab_size} pieces ...",
-      file=sys.stderr,
-      flush=True,
-    )
-    settings = {k: getattr(a, k) for k in ("vocab_size", "model_type", "sample_bytes")}
+    what = f"a {a.model_type} vocabulary of {a.vocab_size} pieces"
+    print(f"training {what} ...", file=sys.stderr, flush=True)
+    settings = {k: getattr(a, k) for k in vocabulary.SETTINGS}
     paths = [i.path for i in plan.inputs if i.split != "validation"]
     with _workers(1) as pool:  # the memory is freed when this process ends
       tokenizer = pool.submit(vocabulary.train, paths, rules, **settings).result()
@@ -246,12 +226,6 @@ def _process_chunks(
   skipped = done = documents = 0  # bytes of the input files, and documents in them
   pending: dict[concurrent.futures.Future, int] = {}
 
-  def show() -> None:
-    rate = documents / max(time.monotonic() - started, 1e-9)
-    percent = 100 * (skipped + done) / max(total, 1)
-    line = f"{percent:.0f}%  {documents:,} documents  {rate:,.0f} documents/s"
-    progress.work(line, done, total - skipped)
-
   def collect(at_most: int) -> None:
     nonlocal done, documents
     while len(pending) > at_most:
@@ -262,9 +236,12 @@ def _process_chunks(
         done += pending.pop(future)
         shards = future.result()["splits"].values()
         documents += sum(s["tokens"]["documents"] for s in shards)
-      show()
+      if done:
+        percent = 100 * (skipped + done) / total
+        rate = documents / (time.monotonic() - started)
+        line = f"{percent:.0f}%  {documents:,} documents  {rate:,.0f} documents/s"
+        progress.work(line, done, total - skipped)
 
-  show()
   with contextlib.closing(progress), _workers(workers) as pool:
     for chunk, stored_bytes in make_chunks(unfinished, plan, rules):
       if chunk is None:

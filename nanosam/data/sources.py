@@ -21,6 +21,8 @@ from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, local_copy, storage_errors
 
+SETTINGS = ("vocab_size", "cache_dir", "data_dir", "tokenizer", "text_field")  # of any source
+
 
 class Source(Protocol):
   """Tokenised text or images, with a training and a validation split."""
@@ -119,14 +121,7 @@ def copy_store(uri: str, cache_dir: Path) -> Path:
 
 def source_of(data: Any, source: str = "") -> Source:
   """Opens the source in a config's `data` section, or another one with the same settings."""
-  return open_source(
-    source or data.source,
-    vocab_size=data.vocab_size,
-    cache_dir=data.cache_dir,
-    data_dir=data.data_dir,
-    tokenizer=data.tokenizer,
-    text_field=data.text_field,
-  )
+  return open_source(source or data.source, **{key: data[key] for key in SETTINGS})
 
 
 def eval_set(source: Source, c: Any) -> EvalSet:

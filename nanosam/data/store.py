@@ -29,7 +29,6 @@ TOKENIZER = "tokenizer.model"
 TEXT = "text/1.0.0"  # beside the tokens, if `prepare` made them: the documents as a TFDS data set
 _TABLE_DTYPE = np.dtype("<u4")
 _AGAIN = "; delete the directory and make it again"
-_BUFFER_TOKENS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +64,10 @@ class StoreWriter:
     self, split: str, number: int, documents: Iterable[tuple[Sequence[int], int]]
   ) -> Shard:
     """Writes documents given as (ids without bos and eos, UTF-8 bytes)."""
-    with self.shard(split, number) as shard:
-      for ids, num_bytes in documents:
-        shard.add(ids, num_bytes)
-      return shard.commit()
+    shard = self.shard(split, number)
+    for ids, num_bytes in documents:
+      shard.add(ids, num_bytes)
+    return shard.commit()
 
   def commit(self, splits: Mapping[str, Sequence[Shard]]) -> None:
     write_atomically(self.directory / TOKENIZER, self._tokenizer.model_bytes)
@@ -88,12 +87,7 @@ class ShardWriter:
   def __init__(self, directory: epath.Path, name: str, tokenizer: Tokenizer):
     self._directory, self._name, self._tokenizer = directory, name, tokenizer
     self._dtype = token_dtype(tokenizer.vocab_size)
-    self._bos, self._eos = (
-      np.asarray([i], self._dtype) for i in (tokenizer.bos_id, tokenizer.eos_id)
-    )
     self._table: list[tuple[int, int]] = []
-    self._buffer: list[np.ndarray] = []
-    self._num_buffered = 0
     self._digest = hashlib.sha256()
     self._file = self._path("tokens" + PARTIAL).open("wb")
 
@@ -105,14 +99,13 @@ class ShardWriter:
         f"a document has token {ids.max()}, outside the vocabulary of "
         f"{self._tokenizer.vocab_size}; use the tokenizer that made the tokens"
       )
-    self._buffer += [self._bos, ids.astype(self._dtype, copy=False), self._eos]
-    self._num_buffered += len(ids) + 2
-    self._table.append((len(ids) + 2, num_bytes))
-    if self._num_buffered >= _BUFFER_TOKENS:
-      self._flush()
+    document = np.empty(len(ids) + 2, self._dtype)
+    document[0], document[1:-1], document[-1] = self._tokenizer.bos_id, ids, self._tokenizer.eos_id
+    self._digest.update(document.data)
+    self._file.write(document.data)
+    self._table.append((len(document), num_bytes))
 
   def commit(self) -> Shard:
-    self._flush()
     self._file.close()
     counts = np.asarray(self._table, np.int64).reshape(-1, 2)
     table_bytes = counts.astype(_TABLE_DTYPE).tobytes()
@@ -127,19 +120,6 @@ class ShardWriter:
       sha256=self._digest.hexdigest(),
       documents_sha256=hashlib.sha256(table_bytes).hexdigest(),
     )
-
-  def __enter__(self) -> "ShardWriter":
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self._file.close()
-
-  def _flush(self) -> None:
-    tokens = np.concatenate([*self._buffer, np.empty(0, self._dtype)]).data
-    self._digest.update(tokens)
-    self._file.write(tokens)
-    self._buffer.clear()
-    self._num_buffered = 0
 
   def _path(self, suffix: str) -> epath.Path:
     return self._directory / f"{self._name}.{suffix}"
@@ -156,14 +136,13 @@ class Split:
     self.num_tokens = sum(s.tokens for s in self._shards)
     self.num_documents = sum(s.documents for s in self._shards)
     self.num_bytes = sum(s.bytes for s in self._shards)
-    self._open()
+    for shard in self._shards:
+      _check_size(self._file(shard, "tokens"), shard.tokens * dtype.itemsize)
+      _check_size(self._file(shard, "documents"), shard.documents * 2 * _TABLE_DTYPE.itemsize)
+    self._maps = [_map(self._file(s, "tokens"), dtype) for s in self._shards]
 
-  def __getstate__(self) -> dict[str, Any]:
-    return {k: v for k, v in self.__dict__.items() if k != "_maps"}
-
-  def __setstate__(self, state: dict[str, Any]) -> None:
-    self.__dict__.update(state)
-    self._open()
+  def __reduce__(self):  # without the maps
+    return Split, (self._directory, self._shards, self._dtype)
 
   def read(self, start: int, stop: int) -> np.ndarray:
     """Tokens start..stop-1 of the stream; fewer if it ends before."""
@@ -185,12 +164,6 @@ class Split:
     for shard in self._shards:
       check_sha256(self._file(shard, "tokens"), shard.sha256)
       check_sha256(self._file(shard, "documents"), shard.documents_sha256)
-
-  def _open(self) -> None:
-    for shard in self._shards:
-      _check_size(self._file(shard, "tokens"), shard.tokens * self._dtype.itemsize)
-      _check_size(self._file(shard, "documents"), shard.documents * 2 * _TABLE_DTYPE.itemsize)
-    self._maps = [_map(self._file(s, "tokens"), self._dtype) for s in self._shards]
 
   def _file(self, shard: Shard, suffix: str) -> epath.Path:
     return self._directory / f"{shard.name}.{suffix}"

@@ -45,8 +45,7 @@ class Stream(abc.ABC):
   def _read(self) -> Any:
     """The next element of the data."""
     if self._iterator is None:
-      o = self._options
-      self._iterator = _read_ahead(self._rest(), workers=o.workers, prefetch=o.prefetch)
+      self._iterator = _read_ahead(self._rest(), self._options.workers, self._options.prefetch)
     return next(self._iterator)
 
   def state(self) -> dict[str, Any]:
@@ -94,7 +93,7 @@ class StoreStream(Stream):
 
 
 def _read_ahead(
-  source: RandomAccessDataSource, *, workers: int, prefetch: int
+  source: RandomAccessDataSource, workers: int, prefetch: int
 ) -> grain.DatasetIterator:
   """The elements in order; `workers` processes, or one thread, read `prefetch` of them ahead."""
   elements = grain.MapDataset.source(source)

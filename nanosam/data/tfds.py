@@ -41,12 +41,9 @@ def open_texts(directory: str, *, tokenizer: str, text_field: str, cache_dir: Pa
     if split not in builder.info.splits:
       known = ", ".join(builder.info.splits)
       raise UserError(f"{directory} has no {split} split, only {known}")
-  return TfdsSource(
-    train=Texts(directory, "train", text_field),
-    validation=Texts(directory, "validation", text_field),
-    tokenizer=model,
-    identity={s: list(i.shard_lengths) for s, i in builder.info.splits.items()},
-  )
+  identity = {s: list(i.shard_lengths) for s, i in builder.info.splits.items()}
+  train, validation = (Texts(directory, split, text_field) for split in ("train", "validation"))
+  return TfdsSource(train, validation, model, identity)
 
 
 def find(name: str, data_dir: str) -> str:
@@ -168,7 +165,7 @@ class TfdsSource:
   image_size = 0
 
   def __init__(
-    self, *, train: Texts, validation: Texts, tokenizer: Tokenizer, identity: dict[str, Any]
+    self, train: Texts, validation: Texts, tokenizer: Tokenizer, identity: dict[str, Any]
   ):
     self.tokenizer = tokenizer
     self.coding, self.outputs = tokenizer.sha256, tokenizer.vocab_size

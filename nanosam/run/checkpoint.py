@@ -122,15 +122,13 @@ class Checkpoints:
     The checkpoint does not count as complete until `after` is done.
     """
     metrics = None if eval_loss is None else {EVAL_LOSS: eval_loss}
-    items: dict[str, Any] = {
-      "state": ocp.args.PyTreeSave(state),
-      "run": ocp.args.JsonSave(_seal(run, checksums(state))),
-    }
+    sums = checksums(state)
+    sealed = {"run": run, "arrays": sums, "sha256": _digest([run, sums])}
+    items = {"state": ocp.args.PyTreeSave(state), "run": ocp.args.JsonSave(sealed)}
     if after is not None:
       items["after"] = After(after)
-    args = ocp.args.Composite(**items)
     with self._save_errors():
-      self._manager.save(step, args=args, metrics=metrics, force=True)
+      self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
   def check(self) -> None:
     """Raises if a save has failed in the background."""
@@ -322,10 +320,6 @@ def _check(tree: Any, target: Any, wanted: dict[str, int]) -> None:
       )
     if wanted.get(name) != sums[name]:
       raise Damaged(f"{name} does not match its checksum")
-
-
-def _seal(run: dict[str, Any], arrays: dict[str, int]) -> dict[str, Any]:
-  return {"run": run, "arrays": arrays, "sha256": _digest([run, arrays])}
 
 
 def _unseal(sealed: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:

@@ -1,18 +1,16 @@
 """A config's train step compiled for chips that are not here: its memory, FLOPs and collectives."""
 
-import dataclasses
 import math
 import os
 import re
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import ml_collections
 import psutil
 from jax.experimental import topologies
 
-from nanosam import config as config_lib
 from nanosam.model import sharding
 from nanosam.run import flops, hlo
 from nanosam.run.step import TrainStep
@@ -20,8 +18,6 @@ from nanosam.run.validate import check_devices
 from nanosam.system.errors import UsageError, UserError
 
 GIB = 2**30
-
-
 # Of a device's memory, the GiB that the compiler lets a program have; and a grid one can rent.
 CHIPS = {
   "v4": (30.75, "2x2x1"),
@@ -40,37 +36,9 @@ LIBTPU_ENVIRONMENT = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """One step on one device, unless it says otherwise."""
-
-  method: str
-  topology: str
-  devices: int
-  device_kind: str
-  mesh: dict[str, int]
-  parameters: int
-  vocab_size: int
-  argument_bytes_per_device: int  # state and batch
-  temp_bytes_per_device: int  # beside the arguments, at the peak
-  peak_bytes_per_device: int
-  hbm_bytes_per_device: int
-  fits: bool
-  flops_per_device: float
-  collective_bytes_per_device: int | None  # None: the compiler gave up for want of memory
-  collective_bytes_by_kind: dict[str, int] | None
-  compile_seconds: float
-
-
 def known_topologies() -> str:
   grids = ", ".join(f"{name}:{grid}" for name, (_, grid) in CHIPS.items())
   return f"a grid of chips such as {grids}, or cpu:8"
-
-
-def vocabulary(c: ml_collections.ConfigDict, given: int | None) -> int:
-  """The data may not be here yet, so it is not asked."""
-  embedded = c.data.source == "embedded"
-  return given or (c.data.vocab_size if embedded else config_lib.PAPER_VOCABULARY)
 
 
 def devices_of(topology: str) -> tuple[list[Any], int]:
@@ -99,43 +67,38 @@ def devices_of(topology: str) -> tuple[list[Any], int]:
   return devices, int(CHIPS[name][0] * GIB)
 
 
-class Memory(NamedTuple):
-  arguments: int
-  temporaries: int
-  peak: int
-
-
 def measure(
   c: ml_collections.ConfigDict, vocab_size: int, devices: list[Any], hbm_bytes: int, topology: str
-) -> Plan:
+) -> dict[str, Any]:
+  """One step on one device, for JSON."""
   mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp, devices)
   check_devices(c, sharding.shards(mesh))
   train_step = TrainStep(c, vocab_size, mesh)
   traced = train_step.trace()
   start = time.monotonic()
-  memory, moved = compile_step(traced, train_step)
-  return Plan(
-    method=c.opt.method,
-    topology=topology,
-    devices=len(devices),
-    device_kind=devices[0].device_kind,
-    mesh=dict(mesh.shape),
-    parameters=sum(x.size for x in jax.tree.leaves(train_step.abstract_params)),
-    vocab_size=vocab_size,
-    argument_bytes_per_device=memory.arguments,
-    temp_bytes_per_device=memory.temporaries,
-    peak_bytes_per_device=memory.peak,
-    hbm_bytes_per_device=hbm_bytes,
-    fits=memory.peak <= hbm_bytes,
-    flops_per_device=flops.count(traced.jaxpr) / len(devices),
-    collective_bytes_per_device=None if moved is None else sum(moved.values()),
-    collective_bytes_by_kind=moved,
-    compile_seconds=time.monotonic() - start,
-  )
+  arguments, peak, moved = compile_step(traced, train_step)
+  return {
+    "method": c.opt.method,
+    "topology": topology,
+    "devices": len(devices),
+    "device_kind": devices[0].device_kind,
+    "mesh": dict(mesh.shape),
+    "parameters": sum(x.size for x in jax.tree.leaves(train_step.abstract_params)),
+    "vocab_size": vocab_size,
+    "argument_bytes_per_device": arguments,  # state and batch
+    "temp_bytes_per_device": peak - arguments,  # beside the arguments, at the peak
+    "peak_bytes_per_device": peak,
+    "hbm_bytes_per_device": hbm_bytes,
+    "fits": peak <= hbm_bytes,
+    "flops_per_device": flops.count(traced.jaxpr) / len(devices),
+    "collective_bytes_per_device": None if moved is None else sum(moved.values()),
+    "collective_bytes_by_kind": moved,  # None: the compiler gave up for want of memory
+    "compile_seconds": time.monotonic() - start,
+  }
 
 
-def compile_step(traced: Any, train_step: TrainStep) -> tuple[Memory, dict[str, int] | None]:
-  """What the step needs, and what its collectives move; the latter only if it fits."""
+def compile_step(traced: Any, train_step: TrainStep) -> tuple[int, int, dict[str, int] | None]:
+  """Bytes of the arguments, at the peak, and moved by collectives; the latter only if it fits."""
   lowered = traced.lower()
   try:
     compiled = lowered.compile()
@@ -143,14 +106,11 @@ def compile_step(traced: Any, train_step: TrainStep) -> tuple[Memory, dict[str, 
     peak = bytes_needed(str(e))
     if peak is None:
       raise UserError(f"the compiler failed: {' '.join(str(e).split())[:500]}") from e
-    arguments = sum(
-      map(shard_bytes, jax.tree.leaves((train_step.abstract_state, train_step.abstract_batch())))
-    )
-    return Memory(arguments, peak - arguments, peak), None
-  arguments = compiled.memory_analysis().argument_size_in_bytes
-  peak = peak_bytes(compiled.memory_analysis(), train_step.mesh.devices.flat[0].platform)
-  moved = hlo.bytes_by_kind(hlo.collectives(compiled.as_text()))
-  return Memory(arguments, peak - arguments, peak), moved
+    arguments = jax.tree.leaves((train_step.abstract_state, train_step.abstract_batch()))
+    return sum(map(shard_bytes, arguments)), peak, None
+  memory = compiled.memory_analysis()
+  peak = peak_bytes(memory, train_step.mesh.devices.flat[0].platform)
+  return memory.argument_size_in_bytes, peak, hlo.collective_bytes(compiled.as_text())
 
 
 def peak_bytes(m: Any, platform: str) -> int:

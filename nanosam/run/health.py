@@ -12,15 +12,9 @@ from nanosam.data.batch import Batch
 from nanosam.model import sharding
 from nanosam.model.classifier import Classifier
 from nanosam.model.transformer import Params
-from nanosam.optim.guard import Counts, must_abort
+from nanosam.optim.guard import Counts
 from nanosam.run.evaluation import row_sums
 from nanosam.system.errors import UserError
-
-
-def check(guard: Any, metrics: Mapping[str, Any]) -> bool:
-  """Whether the run may continue after a step with these metrics."""
-  counts = Counts(*(metrics[f"guard/{name}"] for name in Counts._fields))
-  return not must_abort(guard, counts)
 
 
 def bad_rows(model: Classifier, params: Params, batch: Batch, mesh: Mesh) -> list[int]:

@@ -26,36 +26,18 @@ _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _GROUPS = re.compile(r"\breplica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\})")
 
 
-Array = tuple[str, tuple[int, ...]]  # type and shape
-
-
 class Collective(NamedTuple):
   kind: str
-  arrays: tuple[Array, ...]  # whole
-  times: int  # in one run of the program
+  bytes: float  # in one run of the program
   channel: str  # its name; the compiler may spread one over several instructions
 
-  @property
-  def bytes(self) -> float:
-    return self.times * sum(width(kind) * math.prod(shape) for kind, shape in self.arrays)
 
-
-def width(kind: str) -> float:
-  """Bytes of one element: bf16 2, pred 1, s4 one half."""
-  bits = re.search(r"\d+", kind)
-  return int(bits[0]) / 8 if bits else 1
-
-
-def collectives(text: str) -> list[Collective]:
-  """Every collective of a compiled program, `compiled.as_text()`."""
+def collective_bytes(text: str) -> dict[str, int]:
+  """What the collectives of a compiled program, `compiled.as_text()`, move, by kind."""
   computations, entry = _computations(text)
-  found = _walk(computations, entry, 1)
-  return list({(c.channel, 0 if c.channel else n): c for n, c in enumerate(found)}.values())
-
-
-def bytes_by_kind(found: list[Collective]) -> dict[str, int]:
+  found = enumerate(_walk(computations, entry))
   total: Counter[str] = Counter()
-  for collective in found:
+  for collective in {(c.channel, 0 if c.channel else n): c for n, c in found}.values():
     total[collective.kind] += int(collective.bytes)
   return dict(total)
 
@@ -74,7 +56,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
   return computations, entry
 
 
-def _walk(computations: dict[str, list[str]], name: str, times: int) -> Iterator[Collective]:
+def _walk(computations: dict[str, list[str]], name: str) -> Iterator[Collective]:
   for line in computations[name]:
     if not (found := _INSTRUCTION.match(line)):
       continue
@@ -82,17 +64,17 @@ def _walk(computations: dict[str, list[str]], name: str, times: int) -> Iterator
     kind = op.removesuffix("-start")
     if kind in KINDS:  # what a reduction applies is a sum of two numbers: no need to look inside
       channel = _CHANNEL.search(rest)
-      arrays = tuple(_whole(kind, shape, rest, started=kind != op))
+      size = _bytes(kind, shape, rest, started=kind != op)
       if name.startswith("all-reduce-scatter"):  # what TPUs have for a reduce-scatter
         kind = "reduce-scatter"
-      yield Collective(kind, arrays, times, channel[1] if channel else "")
+      yield Collective(kind, size, channel[1] if channel else "")
     elif op == "conditional":
-      branches = [list(_walk(computations, branch, times)) for branch in _branches(rest)]
+      branches = [list(_walk(computations, branch)) for branch in _branches(rest)]
       yield from max(branches, key=lambda found: sum(c.bytes for c in found))
     elif op not in ("async-update", "async-done"):  # these name what async-start has called
-      inside = [c for called in _CALLED.findall(rest) for c in _walk(computations, called, times)]
+      inside = [c for called in _CALLED.findall(rest) for c in _walk(computations, called)]
       trips = _trips(computations, rest) if op == "while" and inside else 1
-      yield from (c._replace(times=c.times * trips) for c in inside)
+      yield from (c._replace(bytes=c.bytes * trips) for c in inside)
 
 
 def _trips(computations: dict[str, list[str]], rest: str) -> int:
@@ -112,15 +94,20 @@ def _branches(rest: str) -> list[str]:
   return re.findall(r"[\w.-]+", named[1]) if named else _SIDES.findall(rest)
 
 
-def _whole(kind: str, shape: str, rest: str, started: bool) -> Iterator[Array]:
-  arrays = [
-    (t, tuple(map(int, filter(None, dims.split(","))))) for t, dims in _ARRAY.findall(shape)
-  ]
+def _bytes(kind: str, shape: str, rest: str, started: bool) -> float:
+  """Of the whole arrays."""
+  arrays = _ARRAY.findall(shape)  # type and dimensions of each
   if started and kind in ("all-gather", "collective-permute"):  # (operands, results, contexts)
-    arrays = [a for a in arrays if a[1]]
+    arrays = [(t, dims) for t, dims in arrays if dims]
     arrays = arrays[len(arrays) // 2 :]
+  total = sum(_width(t) * math.prod(map(int, filter(None, dims.split(",")))) for t, dims in arrays)
   group = _GROUPS.search(rest)
   if kind == "reduce-scatter" and group:
-    size = int(group[1]) if group[1] else len(group[2].split(","))
-    arrays = [(t, (size, *dims)) for t, dims in arrays]
-  yield from arrays
+    total *= int(group[1]) if group[1] else len(group[2].split(","))
+  return total
+
+
+def _width(kind: str) -> float:
+  """Bytes of one element: bf16 2, pred 1, s4 one half."""
+  bits = re.search(r"\d+", kind)
+  return int(bits[0]) / 8 if bits else 1

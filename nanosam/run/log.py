@@ -44,7 +44,7 @@ def open_writers(
   resume_step: int | None,
   close_timeout: float = 30.0,
   say: Say = errors.say,
-) -> Writer:
+) -> "FanOut":
   """Opens every writer of a run (on process 0 only).
 
   `run` may hold name, group, tags, project, entity (for W&B). `resume_step` is the step

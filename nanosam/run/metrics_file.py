@@ -31,7 +31,11 @@ class JsonlWriter:
     self._path = pathlib.Path(path)
     with disk_errors(self._path):
       self._path.parent.mkdir(parents=True, exist_ok=True)
-      _truncate_after(self._path, last_step)
+      if self._path.is_file():  # drops records past `last_step`, and a torn last line
+        records = _parse(self._path)
+        kept = b"".join(line + b"\n" for line, record in records if record["step"] <= last_step)
+        if kept != self._path.read_bytes():
+          write_atomically(self._path, kept)
       self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
   def write(self, step: int, values: Mapping[str, Value]) -> None:
@@ -49,15 +53,6 @@ class JsonlWriter:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """The records of a metrics.jsonl; "NaN", "Infinity" and "-Infinity" come back as floats."""
   return [{k: _decode(v) for k, v in record.items()} for _, record in _parse(epath.Path(path))]
-
-
-def _truncate_after(path: pathlib.Path, step: int) -> None:
-  """Drops records past `step` and a torn last line; the file is whole at every moment."""
-  if not path.is_file():
-    return
-  kept = b"".join(line + b"\n" for line, record in _parse(path) if record["step"] <= step)
-  if kept != path.read_bytes():
-    write_atomically(path, kept)
 
 
 def _parse(path: epath.Path | pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:

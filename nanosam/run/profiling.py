@@ -33,16 +33,14 @@ class Profiler:
   ):
     self._steps, self._say = parse_steps(steps), say
     self._folder = pathlib.Path(workdir) / FOLDER
-    self._tracing = False
-    self._traced: list[int] = []
+    self._traced: list[int] = []  # by the trace that is open
 
   def call(self, step: int, function: Callable[..., T], *args: object) -> T:
     """function(*args), traced if `step` is one of the steps asked for."""
     if step not in self._steps:
       return function(*args)
-    if not self._tracing:
+    if not self._traced:
       jax.profiler.start_trace(self._folder)
-      self._tracing = True
     self._traced.append(step)
     with jax.profiler.StepTraceAnnotation("train", step_num=step):
       result = function(*args)
@@ -53,7 +51,7 @@ class Profiler:
 
   def close(self) -> None:
     """Ends the trace, also of a run that stops before the last of these steps."""
-    if self._tracing:
-      self._tracing = False
+    if self._traced:
       jax.profiler.stop_trace()
       self._say(f"trace of steps {self._traced[0]}-{self._traced[-1]} in {self._folder}")
+      self._traced.clear()

@@ -23,19 +23,10 @@ CONFIG_FILE = "config.json"
 SEQUENCES_FILE = "eval_sequences.npz"  # the last evaluation, sequence by sequence
 ENVIRONMENT = "environment"  # the one entry of config.json that is not a config key
 TAU = "tau/logit"  # in every record of a measurement of tau
-PACKAGES = (
-  "nanosam",
-  "jax",
-  "jaxlib",
-  "flax",
-  "optax",
-  "orbax-checkpoint",
-  "grain",
-  "sentencepiece",
-  "numpy",
-  "ml-collections",
-  "tensorflow-datasets",
-)
+PACKAGES = """
+  nanosam jax jaxlib flax optax orbax-checkpoint grain sentencepiece numpy ml-collections
+  tensorflow-datasets
+""".split()
 
 
 @dataclasses.dataclass
@@ -105,42 +96,30 @@ def _version(name: str) -> str | None:
 
 
 def _git_commit() -> str | None:
+  command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
   here = pathlib.Path(__file__).parent
   try:
-    run = subprocess.run(
-      ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-      cwd=here,
-      capture_output=True,
-      text=True,
-      timeout=10,
-    )
-  except (OSError, subprocess.TimeoutExpired):
+    found = subprocess.check_output(command, cwd=here, stderr=subprocess.DEVNULL, timeout=10)
+  except (OSError, subprocess.SubprocessError):
     return None
-  return run.stdout.strip() or None if run.returncode == 0 else None
+  return found.decode().strip() or None
 
 
 def write_config(
   workdir: pathlib.Path, config: Mapping[str, Any], env: Mapping[str, Any], step: int
 ) -> dict[str, Any]:
   """Writes config.json for a run that starts or resumes at `step`, and returns its content."""
-  history = _changes(workdir, config, env, step) if step else []
-  env = {**env, "changes": history} if history else env
-  content = {**config, ENVIRONMENT: env}
+  changes = []  # settings and commits that the run was trained with before, and up to which step
+  if step:
+    old = read_config(workdir)
+    before = old.pop(ENVIRONMENT, {})
+    changes = before.get("changes", [])
+    keys, commit = config_lib.changed_keys(old, config), before.get("git_commit")
+    if keys or commit != env["git_commit"]:
+      changes = [*changes, {"step": step, "keys": keys, "git_commit": commit}]
+  content = {**config, ENVIRONMENT: {**env, "changes": changes} if changes else env}
   write_atomically(workdir / CONFIG_FILE, json.dumps(content, indent=2).encode())
   return content
-
-
-def _changes(
-  workdir: pathlib.Path, config: Mapping[str, Any], env: Mapping[str, Any], step: int
-) -> list[dict[str, Any]]:
-  """The settings and commits that the run was trained with before, and up to which step."""
-  old = read_config(workdir)
-  before = old.pop(ENVIRONMENT, {})
-  history = before.get("changes", [])
-  keys, commit = config_lib.changed_keys(old, config), before.get("git_commit")
-  if keys or commit != env["git_commit"]:
-    return [*history, {"step": step, "keys": keys, "git_commit": commit}]
-  return history
 
 
 def has_record(workdir: pathlib.Path) -> bool:

@@ -93,8 +93,10 @@ def _choose(checkpoints: Checkpoints, workdir: epath.Path, step: str) -> int:
   if step == "latest":
     return steps[-1]
   if step == "best":
-    evaluated = _eval_losses(workdir)
-    losses = {step: evaluated[step] for step in steps if step in evaluated}
+    path = workdir / METRICS_FILE
+    records = read_metrics(path) if path.exists() else []
+    evaluated = {r["step"]: r["eval/loss"] for r in records if "eval/loss" in r}
+    losses = {s: evaluated[s] for s in steps if math.isfinite(evaluated.get(s, math.nan))}
     if not losses:
       raise UserError(f"no checkpoint in {workdir} was evaluated: use --step=latest")
     return min(losses, key=lambda step: losses[step])
@@ -102,10 +104,3 @@ def _choose(checkpoints: Checkpoints, workdir: epath.Path, step: str) -> int:
     return int(step)
   there = ", ".join(map(str, steps))
   raise UsageError(f"{workdir} has no checkpoint {step}; choose latest, best or one of {there}")
-
-
-def _eval_losses(workdir: epath.Path) -> dict[int, float]:
-  path = workdir / METRICS_FILE
-  records = read_metrics(path) if path.exists() else []
-  losses = {r["step"]: r["eval/loss"] for r in records if "eval/loss" in r}
-  return {step: loss for step, loss in losses.items() if math.isfinite(loss)}

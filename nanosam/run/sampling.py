@@ -12,7 +12,7 @@ from nanosam.data.sources import text_of
 from nanosam.model import sharding
 from nanosam.model.transformer import Params, unembedding
 from nanosam.run.restore import Loaded
-from nanosam.system.errors import UsageError
+from nanosam.system.errors import need
 
 
 class Sampler:
@@ -25,20 +25,16 @@ class Sampler:
   def __init__(self, run: Loaded, *, temperature: float, top_k: int):
     self.tokenizer = text_of(run.source, run.config.data.source).tokenizer
     V = self.tokenizer.vocab_size
-    if not 0 <= temperature < math.inf:
-      raise UsageError(f"temperature={temperature} must be at least 0, and finite")
-    if not 0 <= top_k <= V:
-      raise UsageError(f"top_k={top_k} must be between 0 and the vocabulary's {V} tokens")
+    need(0 <= temperature < math.inf, f"temperature={temperature} must be at least 0, and finite")
+    need(0 <= top_k <= V, f"top_k={top_k} must be between 0 and the vocabulary's {V} tokens")
     self._run, self._L = run, run.config.model.L
     self._next = jax.jit(self._next_tokens, out_shardings=sharding.replicated(run.mesh))
     self._temperature, self._top_k = temperature, top_k or V
 
   def __call__(self, prompt: Sequence[int], *, num: int, length: int, seed: int) -> list[list[int]]:
     """`num` continuations of `prompt`, which they include; text i does not depend on `num`."""
-    if num < 1 or length < 1:
-      raise UsageError(f"num={num} and length={length} must be at least 1")
-    if not 0 <= seed < 2**32:
-      raise UsageError(f"seed={seed} must be between 0 and 2**32")
+    need(num >= 1 and length >= 1, f"num={num} and length={length} must be at least 1")
+    need(0 <= seed < 2**32, f"seed={seed} must be between 0 and 2**32")
     eos = self.tokenizer.eos_id
     rows = -(-num // sharding.shards(self._run.mesh)) * sharding.shards(self._run.mesh)
     ids_NxT = np.tile(np.asarray(prompt, np.int32), (rows, 1))
@@ -56,7 +52,8 @@ class Sampler:
         ended_N |= new_N == eos
         if ended_N[:num].all():
           break
-    return [_until(eos, row, len(prompt)) for row in ids_NxT[:num].tolist()]
+    found = ids_NxT[:num].tolist()
+    return [ids[: [*ids, eos].index(eos, len(prompt))] for ids in found]  # up to the end, if any
 
   def _next_tokens(
     self, params: Params, tokens_NxL: jax.Array, last: int, key: jax.Array, place: jax.Array
@@ -72,7 +69,3 @@ class Sampler:
     keys_N = jax.vmap(lambda n: jax.random.fold_in(jax.random.fold_in(key, n), place))(rows_N)
     choice_N = jax.vmap(jax.random.categorical)(keys_N, best_NxK / self._temperature)
     return jnp.take_along_axis(ids_NxK, choice_N[:, None], axis=1)[:, 0]
-
-
-def _until(eos: int, ids: list[int], start: int) -> list[int]:
-  return ids[: ids.index(eos, start)] if eos in ids[start:] else ids

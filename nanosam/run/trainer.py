@@ -11,15 +11,16 @@ import ml_collections
 from clu import parameter_overview
 
 from nanosam import config as config_lib
-from nanosam.data.batch import Batch, EvalSet, StreamOptions, batch_hash, combine_hashes
-from nanosam.data.sources import Source, Stream, eval_set, merge_states, source_of
+from nanosam.data.batch import Batch, StreamOptions, batch_hash, combine_hashes
+from nanosam.data.sources import Source, eval_set, merge_states, source_of
 from nanosam.model import sharding
 from nanosam.model.transformer import non_embedding_count
+from nanosam.optim.guard import Counts, must_abort
 from nanosam.run import flops, health, record, runtime
 from nanosam.run.checkpoint import Checkpoints, found_steps
 from nanosam.run.cluster import Hosts
 from nanosam.run.evaluation import Evaluator, Stopped
-from nanosam.run.log import FanOut, Writer, open_writers
+from nanosam.run.log import FanOut, open_writers
 from nanosam.run.meter import Cost, Meter
 from nanosam.run.profiling import Profiler
 from nanosam.run.record import Position
@@ -46,99 +47,14 @@ def open_trainer(
   The order matters: what is wrong with the request or with the workdir shows before the compile,
   and config.json changes only after it.
   """
-  session = _restore_or_init(c, workdir, hosts)
-  train_step, at, say = session.train_step, session.at, session.progress.note
-  if at.finished(c.opt.num_train_steps):
-    say(f"{workdir} is finished: {at.step} steps, eval loss {at.last_eval_loss:.4f}")
+  trainer = Trainer(c, workdir, stop, hosts)
+  if trainer.finished():
+    at = trainer.at
+    trainer.say(f"{workdir} is finished: {at.step} steps, eval loss {at.last_eval_loss:.4f}")
     return None
-  mesh = train_step.mesh
-  kind = mesh.devices.flat[0].device_kind
-  eval_data = eval_set(session.source, c)
-  evaluator = Evaluator(train_step.model, eval_data, c.eval_batch_size, mesh)
-  say(f"{c.opt.method} on {mesh.size} x {kind}; compiling the step")
-  compiled = CompiledStep.of(train_step)
-  params = train_step.abstract_params
-  overview = parameter_overview.get_parameter_overview(params, include_stats=False)
-  say(f"{overview}\n{compiled.flops:.3g} FLOPs a step")
-  writers = _open_writers(session, eval_data, compiled) if hosts.first else FanOut([])
-  peak = flops.peak_flops(kind)
-  return Trainer(
-    **vars(session),
-    stop=stop,
-    compiled=compiled,
-    evaluator=evaluator,
-    diagnostics=make_diagnostics(train_step, session.source) if c.diagnostics.every else None,
-    writers=writers,
-    profiler=Profiler(workdir.files, c.profile_steps if hosts.first else "", say=say),
-    spikes=health.SpikeDetector(c.guard.spike),
-    meter=Meter(session.cost, peak * mesh.size if peak else None),  # last: its clock starts now
-  )
-
-
-@dataclasses.dataclass
-class Session:
-  """A run in its workdir, new or restored; nothing is compiled yet."""
-
-  c: ml_collections.ConfigDict
-  workdir: Workdir
-  hosts: Hosts
-  source: Source
-  train_step: TrainStep
-  progress: Progress
-  stream: Stream
-  checkpoints: Checkpoints | None
-  state: TrainState
-  at: Position
-  cost: Cost
-
-
-def _restore_or_init(c: ml_collections.ConfigDict, workdir: Workdir, hosts: Hosts) -> Session:
-  runtime.set_up_jax(c)
-  mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp)
-  check_devices(c, sharding.shards(mesh))
-  source = source_of(c.data)
-  check_source(c, source.image_size)
-  source.check_length(
-    L=c.model.L, batch_size=c.batch_size, steps=c.opt.num_train_steps, repeat=c.data.repeat
-  )
-  train_step = TrainStep(c, source.outputs, mesh)
-  progress = Progress(
-    c.opt.num_train_steps,
-    None if hosts.first else open(os.devnull, "w"),
-    unit="images" if source.image_size else "tokens",
-  )
-  say = progress.note
-  stream = source.train_stream(
-    StreamOptions(
-      L=c.model.L,
-      batch_size=c.batch_size,
-      rows=sharding.local_rows(mesh, c.batch_size),
-      data_seed=c.data_seed,
-      repeat=c.data.repeat,
-      mask_documents=c.data.mask_documents,
-      workers=c.data.workers,
-      prefetch=c.data.prefetch,
-    )
-  )
-  checkpoints = None
-  if c.checkpoint:
-    checkpoints = Checkpoints(workdir.home, c.max_to_keep, say=say, hosts=hosts)
-  steps = checkpoints.steps() if checkpoints else []
-  if hosts.first:
-    _check_workdir(c, workdir, steps)
-  if checkpoints and (restored := checkpoints.restore_newest(train_step.abstract_state)):
-    stream.restore(restored.run["data"])
-    say(f"resuming {workdir} at step {restored.step}")
-    found = dataclasses.asdict(record.position(workdir.files, restored.step))
-    state, at = restored.state, Position(**hosts.from_first(found))
-    cost = Cost(**restored.run["cost"])
-  else:
-    if hosts.first:
-      record.refuse_finished(workdir.files)
-    state, at, cost = train_step.init(c.seed), Position(), Cost()
-  return Session(
-    c, workdir, hosts, source, train_step, progress, stream, checkpoints, state, at, cost
-  )
+  trainer.compile()
+  trainer.open(make_diagnostics)
+  return trainer
 
 
 def _check_workdir(c: ml_collections.ConfigDict, workdir: Workdir, steps: list[int]) -> None:
@@ -157,47 +73,6 @@ def _check_workdir(c: ml_collections.ConfigDict, workdir: Workdir, steps: list[i
     )
 
 
-class CompiledStep(NamedTuple):
-  call: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
-  flops: float
-  flops_unperturbed: float  # while rho is 0
-
-  @classmethod
-  def of(cls, train_step: TrainStep) -> "CompiledStep":
-    traced = train_step.trace()
-    counts = flops.count(traced.jaxpr), flops.count(traced.jaxpr, branch=min)
-    return cls(traced.lower().compile(), *counts)
-
-  def flops_at(self, rho: float) -> float:
-    return self.flops if rho > 0 else self.flops_unperturbed
-
-
-def _open_writers(session: Session, eval_data: EvalSet, compiled: CompiledStep) -> Writer:
-  """Writes config.json, then opens the writers, which show it too."""
-  c, files, step = session.c, session.workdir.files, session.at.step
-  params = session.train_step.abstract_params
-  environment = record.environment(
-    parameters=int(parameter_overview.count_parameters(params)),
-    non_embedding_parameters=non_embedding_count(params),
-    flops_per_step=compiled.flops,
-    data=session.source.fingerprint,
-    eval_set={
-      "sequences": len(eval_data.batch.targets_BxL),
-      "documents": eval_data.documents,
-      "bytes": eval_data.bytes,
-    },
-  )
-  return open_writers(
-    files,
-    config=record.write_config(files, config_lib.to_dict(c), environment, step),
-    run={**c.wandb, "tags": [tag for tag in c.wandb.tags.split(",") if tag]},
-    wandb=c.wandb.mode,
-    tensorboard=c.tensorboard,
-    resume_step=step or None,
-    say=session.progress.note,
-  )
-
-
 class Pending(NamedTuple):
   """A step under way on the device."""
 
@@ -207,18 +82,109 @@ class Pending(NamedTuple):
   epoch: float  # of the data, after it
 
 
-@dataclasses.dataclass
-class Trainer(Session):
-  """A session with a compiled step and open writers: the training loop."""
+class Trainer:
+  """A run in its workdir, and the training loop."""
 
-  stop: StopRequest
-  compiled: CompiledStep
-  evaluator: Evaluator
-  diagnostics: Diagnostics | None
-  writers: Writer
-  profiler: Profiler
-  spikes: health.SpikeDetector
-  meter: Meter  # it adds to `cost`
+  def __init__(
+    self, c: ml_collections.ConfigDict, workdir: Workdir, stop: StopRequest, hosts: Hosts
+  ):
+    """Restores or starts the run."""
+    self.c, self.workdir, self.stop, self.hosts = c, workdir, stop, hosts
+    runtime.set_up_jax(c)
+    mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp)
+    check_devices(c, sharding.shards(mesh))
+    self.source = source_of(c.data)
+    check_source(c, self.source.image_size)
+    self.source.check_length(
+      L=c.model.L, batch_size=c.batch_size, steps=c.opt.num_train_steps, repeat=c.data.repeat
+    )
+    self.train_step = TrainStep(c, self.source.outputs, mesh)
+    self.progress = Progress(
+      c.opt.num_train_steps,
+      None if hosts.first else open(os.devnull, "w"),
+      unit="images" if self.source.image_size else "tokens",
+    )
+    self.say = self.progress.note
+    self.stream = self.source.train_stream(
+      StreamOptions(
+        L=c.model.L,
+        batch_size=c.batch_size,
+        rows=sharding.local_rows(mesh, c.batch_size),
+        data_seed=c.data_seed,
+        repeat=c.data.repeat,
+        mask_documents=c.data.mask_documents,
+        workers=c.data.workers,
+        prefetch=c.data.prefetch,
+      )
+    )
+    self.checkpoints = None
+    if c.checkpoint:
+      self.checkpoints = Checkpoints(workdir.home, c.max_to_keep, say=self.say, hosts=hosts)
+    if hosts.first:
+      _check_workdir(c, workdir, self.checkpoints.steps() if self.checkpoints else [])
+    abstract = self.train_step.abstract_state
+    if self.checkpoints and (restored := self.checkpoints.restore_newest(abstract)):
+      self.stream.restore(restored.run["data"])
+      self.say(f"resuming {workdir} at step {restored.step}")
+      found = dataclasses.asdict(record.position(workdir.files, restored.step))
+      self.state, self.at = restored.state, Position(**hosts.from_first(found))
+      self.cost = Cost(**restored.run["cost"])
+    else:
+      if hosts.first:
+        record.refuse_finished(workdir.files)
+      self.state, self.at, self.cost = self.train_step.init(c.seed), Position(), Cost()
+
+  def compile(self) -> None:
+    """Compiles the step, and counts its FLOPs."""
+    c, mesh = self.c, self.train_step.mesh
+    self.eval_data = eval_set(self.source, c)
+    self.evaluator = Evaluator(self.train_step.model, self.eval_data, c.eval_batch_size, mesh)
+    kind = mesh.devices.flat[0].device_kind
+    self.say(f"{c.opt.method} on {mesh.size} x {kind}; compiling the step")
+    traced = self.train_step.trace()
+    self.flops = flops.count(traced.jaxpr)
+    self.flops_unperturbed = flops.count(traced.jaxpr, branch=min)  # while rho is 0
+    self.compiled = traced.lower().compile()
+    params = self.train_step.abstract_params
+    overview = parameter_overview.get_parameter_overview(params, include_stats=False)
+    self.say(f"{overview}\n{self.flops:.3g} FLOPs a step")
+
+  def open(self, make_diagnostics: MakeDiagnostics) -> None:
+    """Opens the run's files and starts the clock."""
+    c, mesh, first = self.c, self.train_step.mesh, self.hosts.first
+    self.writers = self.open_writers() if first else FanOut([])
+    self.diagnostics = None
+    if c.diagnostics.every:
+      self.diagnostics = make_diagnostics(self.train_step, self.source)
+    self.profiler = Profiler(self.workdir.files, c.profile_steps if first else "", say=self.say)
+    self.spikes = health.SpikeDetector(c.guard.spike)
+    peak = flops.peak_flops(mesh.devices.flat[0].device_kind)
+    self.meter = Meter(self.cost, peak * mesh.size if peak else None)  # it adds to the cost
+
+  def open_writers(self) -> FanOut:
+    """Writes config.json, then opens the writers, which show it too."""
+    c, files, step = self.c, self.workdir.files, self.at.step
+    params, data = self.train_step.abstract_params, self.eval_data
+    environment = record.environment(
+      parameters=int(parameter_overview.count_parameters(params)),
+      non_embedding_parameters=non_embedding_count(params),
+      flops_per_step=self.flops,
+      data=self.source.fingerprint,
+      eval_set={
+        "sequences": len(data.batch.targets_BxL),
+        "documents": data.documents,
+        "bytes": data.bytes,
+      },
+    )
+    return open_writers(
+      files,
+      config=record.write_config(files, config_lib.to_dict(c), environment, step),
+      run={**c.wandb, "tags": [tag for tag in c.wandb.tags.split(",") if tag]},
+      wandb=c.wandb.mode,
+      tensorboard=c.tensorboard,
+      resume_step=step or None,
+      say=self.say,
+    )
 
   def run(self) -> None:
     """Trains to the last step and closes everything; raises Interrupted if asked to stop."""
@@ -234,7 +200,7 @@ class Trainer(Session):
     if not self.finished():
       again = "resume" if self.c.checkpoint else "start over (config.checkpoint is off)"
       raise Interrupted(f"stopped at step {self.at.step}; run the same command to {again}")
-    self.progress.note(f"finished: {self.workdir}")
+    self.say(f"finished: {self.workdir}")
 
   def finished(self) -> bool:
     return self.at.finished(self.c.opt.num_train_steps)
@@ -268,9 +234,7 @@ class Trainer(Session):
         batch, epoch = next(self.stream), self.stream.epoch()
       self.at.step += 1
       on_devices = sharding.to_devices(batch, self.train_step.mesh)
-      self.state, metrics = self.profiler.call(
-        self.at.step, self.compiled.call, self.state, on_devices
-      )
+      self.state, metrics = self.profiler.call(self.at.step, self.compiled, self.state, on_devices)
       if pending:
         self.log(pending)  # the previous step: the device is busy while the host reads
       pending = Pending(self.at.step, metrics, batch, epoch)
@@ -279,25 +243,23 @@ class Trainer(Session):
     """Reads a finished step: the guard's verdict, the cost, and every few steps a record."""
     step, metrics = pending.step, jax.device_get(pending.metrics)
     tokens = metrics.pop("tokens")
-    if not health.check(self.c.guard, metrics):
+    if must_abort(self.c.guard, Counts(*(metrics[f"guard/{name}"] for name in Counts._fields))):
       raise self.bad_step(pending, metrics)
     loss = float(metrics.get("train/loss", metrics.get("train/loss_perturbed")))
     if spike := self.spikes.update(loss):
-      self.progress.note(f"warning: step {step}: {spike}")
-    self.meter.step(int(tokens), self.compiled.flops_at(metrics["opt/rho"]))
+      self.say(f"warning: step {step}: {spike}")
+    perturbed = metrics["opt/rho"] > 0
+    self.meter.step(int(tokens), self.flops if perturbed else self.flops_unperturbed)
     if step % self.c.log_every_steps == 0 or step in (1, self.c.opt.num_train_steps):
       if self.checkpoints:
         self.checkpoints.check()  # a save that failed in the background
       self.workdir.check()
-      values = {**metrics, **self.meter.read(), **self.data_metrics(pending)}
+      first_row = sharding.local_rows(self.train_step.mesh, self.c.batch_size).start
+      hashes = self.hosts.gather(batch_hash(pending.batch, first_row))  # of the tokens it saw
+      data = {"data/epoch": pending.epoch, "data/batch_hash": combine_hashes(hashes)}
+      values = {**metrics, **self.meter.read(), **data}
       self.writers.write(step, values)
       self.progress.update(step, loss=loss, tokens_per_sec=values["perf/tokens_per_sec"])
-
-  def data_metrics(self, pending: Pending) -> dict[str, Any]:
-    """The passes over the data so far, and a hash that proves which tokens a step saw."""
-    first_row = sharding.local_rows(self.train_step.mesh, self.c.batch_size).start
-    hashes = self.hosts.gather(batch_hash(pending.batch, first_row))
-    return {"data/epoch": pending.epoch, "data/batch_hash": combine_hashes(hashes)}
 
   def bad_step(self, pending: Pending, metrics: dict[str, Any]) -> UserError:
     self.writers.write(pending.step, metrics)
@@ -320,7 +282,7 @@ class Trainer(Session):
     # Last, because the record is what tells a restart that this evaluation is done.
     self.writers.write(step, {**evaluation.metrics(), **dataclasses.asdict(self.cost)})
     self.at.add_evaluation(step, evaluation.loss)
-    self.progress.note(f"step {step}  {evaluation}")
+    self.say(f"step {step}  {evaluation}")
     return True
 
   def diagnose(self) -> None:

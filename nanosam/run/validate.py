@@ -14,7 +14,7 @@ from nanosam.optim.base import BASES
 from nanosam.optim.direction import VARIANTS
 from nanosam.run.log import WANDB_MODES
 from nanosam.run.profiling import parse_steps
-from nanosam.system.errors import UsageError
+from nanosam.system.errors import UsageError, need
 
 CHOICES = {
   "model.kind": NETWORKS,
@@ -52,7 +52,7 @@ REGEXES = ("opt.weight_decay_params", "opt.perturb_params")
 def validate(c: ml_collections.ConfigDict) -> None:
   """Raises a UsageError for the first setting that cannot work, and says what would."""
   values = flat(c)
-  need(bool(c.workdir), "no workdir: set --config.workdir=DIR")
+  need(c.workdir, "no workdir: set --config.workdir=DIR")
   for key, known in CHOICES.items():
     lookup(key, values[key], dict.fromkeys(known))
   for key, value in values.items():
@@ -70,18 +70,6 @@ def validate(c: ml_collections.ConfigDict) -> None:
     except re.error as e:
       raise UsageError(f"{key}={values[key]} is not a regex: {e}") from e
   parse_steps(c.profile_steps)
-  _sizes(c)
-  _method(c)
-  if c.model.kind == "vit":
-    _vision(c)
-
-
-def need(good: bool, message: str) -> None:
-  if not good:
-    raise UsageError(message)
-
-
-def _sizes(c: ml_collections.ConfigDict) -> None:
   m, o = c.model, c.opt
   need(
     m.D % m.H == 0,
@@ -98,6 +86,9 @@ def _sizes(c: ml_collections.ConfigDict) -> None:
     f"opt.warmup_steps={o.warmup_steps} is longer than opt.num_train_steps={o.num_train_steps}: "
     f"set it to {o.num_train_steps // 10}, a tenth",
   )
+  _method(c)
+  if m.kind == "vit":
+    _vision(c)
 
 
 def _vision(c: ml_collections.ConfigDict) -> None:

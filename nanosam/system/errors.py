@@ -24,6 +24,12 @@ class Interrupted(UserError):
   exit_code = 75  # EX_TEMPFAIL
 
 
+def need(good: object, message: str) -> None:
+  """Refuses a request that cannot work."""
+  if not good:
+    raise UsageError(message)
+
+
 def first_line(error: BaseException) -> str:
   return (str(error).strip() or type(error).__name__).split("\n")[0]
 

@@ -37,18 +37,21 @@ class Progress:
 
   def update(self, step: int, *, loss: float, tokens_per_sec: float) -> None:
     line = f"step {step}/{self._total}  loss {loss:.4f}  {_short(tokens_per_sec)} {self._unit}/s"
-    self.work(line, step, self._total)
+    self.work(line, step, self._total, now=step >= self._total)
 
-  def work(self, line: str, done: float, needed: float, *, counts: bool = True) -> None:
-    """Any other line, and the time left until all `needed` work is done.
+  def work(
+    self, line: str, done: float, needed: float, *, counts: bool = True, now: bool = False
+  ) -> None:
+    """Any other line, and the time left until all `needed` work is done; `now` shows it at once.
 
     counts=False leaves the time since the last update out of the mean speed.
     """
     with self._lock:
-      left = self._time_left.update(done, needed, self._clock(), counts=counts)
-      self._line, now = f"{line}  {_duration(left)} left", self._clock()
-      if done >= needed or now - self._shown_at >= self._interval:
-        self._show(now)
+      time_now = self._clock()
+      left = self._time_left.update(done, needed, time_now, counts=counts)
+      self._line = f"{line}  {_duration(left)} left"
+      if now or time_now - self._shown_at >= self._interval:
+        self._show(time_now)
 
   def note(self, text: str) -> None:
     """Prints a line that stays, above the one that updates."""

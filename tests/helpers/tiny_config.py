@@ -22,7 +22,7 @@ import jax
 
 from nanosam import config
 from nanosam.data import sources
-from nanosam.run import bucket, evaluation, log
+from nanosam.run import evaluation, log, workdir
 
 
 def get_config(arg=None):
@@ -41,7 +41,7 @@ def get_config(arg=None):
   c.log_every_steps = 1
   c.wandb.mode = "disabled"
   if seconds := os.environ.get("NANOSAM_TEST_TAKE_OVER"):
-    bucket.TAKE_OVER_AFTER = float(seconds)
+    workdir.TAKE_OVER_AFTER = float(seconds)
   if fault := os.environ.get("NANOSAM_TEST_FAULT"):
     what, _, where = fault.partition("@")
     name, _, number = where.partition(":")

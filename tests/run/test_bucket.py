@@ -11,10 +11,10 @@ from helpers.pair import Pair, assert_close
 from helpers.training import CONFIG, Commands, assert_same_run
 
 from nanosam.data.embedded import build_embedded
-from nanosam.run import bucket
-from nanosam.run.bucket import Folder, Lease, RemoteWorkdir
+from nanosam.run import workdir as workdir_lib
 from nanosam.run.cluster import ALONE
 from nanosam.run.metrics_file import read_metrics
+from nanosam.run.workdir import Folder, Lease, RemoteWorkdir
 from nanosam.system.errors import UsageError, UserError
 
 RUN = "runs/a"
@@ -34,7 +34,7 @@ def store(monkeypatch):
 
 
 def test_a_claim_that_is_renewed_keeps_others_out(store, monkeypatch, tmp_path):
-  monkeypatch.setattr(bucket, "RENEW_EVERY", 0.02)
+  monkeypatch.setattr(workdir_lib, "RENEW_EVERY", 0.02)
   lease = Lease(Folder(URI), tmp_path / "one")
   with pytest.raises(UsageError, match="another process is training"):
     Lease(Folder(URI), tmp_path / "two")
@@ -44,8 +44,8 @@ def test_a_claim_that_is_renewed_keeps_others_out(store, monkeypatch, tmp_path):
 
 
 def test_a_claim_of_the_dead_is_taken_over(store, monkeypatch, tmp_path):
-  monkeypatch.setattr(bucket, "RENEW_EVERY", 3600)
-  monkeypatch.setattr(bucket, "TAKE_OVER_AFTER", 0.1)
+  monkeypatch.setattr(workdir_lib, "RENEW_EVERY", 3600)
+  monkeypatch.setattr(workdir_lib, "TAKE_OVER_AFTER", 0.1)
   dead = Lease(Folder(URI), tmp_path / "one")
   Lease(Folder(URI), tmp_path / "two").check()
   assert not dead._write()  # it was only slow: now it finds out
@@ -57,14 +57,14 @@ def test_a_claim_of_the_dead_is_taken_over(store, monkeypatch, tmp_path):
 
 
 def test_the_same_machine_need_not_wait(store, monkeypatch, tmp_path):
-  monkeypatch.setattr(bucket, "TAKE_OVER_AFTER", 3600)
+  monkeypatch.setattr(workdir_lib, "TAKE_OVER_AFTER", 3600)
   Lease(Folder(URI), tmp_path / "one")
   Lease(Folder(URI), tmp_path / "one").check()
 
 
 def test_a_write_whose_answer_was_lost(store, monkeypatch, tmp_path):
   """The client repeats it, and finds its own work in the way."""
-  monkeypatch.setattr(bucket, "RENEW_EVERY", 3600)
+  monkeypatch.setattr(workdir_lib, "RENEW_EVERY", 3600)
   lease = Lease(Folder(URI), tmp_path / "one")
   store.put(f"{RUN}/.lease", store.objects[f"{RUN}/.lease"].content, {}, "")
   assert lease._write() and lease._write()

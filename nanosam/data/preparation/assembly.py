@@ -3,7 +3,7 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanosam.data.preparation.chunking import chunk_directories
 from nanosam.data.preparation.worker import RECORD, SHOWN_PROBLEMS, TEXT_FIELD
@@ -16,22 +16,24 @@ PLAN = "prepare.json"
 SPLITS = ("train", "validation")
 
 
-class _Chunks(NamedTuple):
-  """The records of all chunks together."""
-
-  shards: dict[str, list[tuple[Path, dict[str, Any]]]]  # directory and record of each, by split
-  skipped: int
-  first_skipped: list[str]
-
-
 def assemble(out: Path, unfinished: Path, groups: int) -> dict[str, Any]:
   """Returns the final contents of prepare.json. Can be repeated if it is interrupted."""
-  chunks = _read_records(unfinished, groups)
-  _check_splits(out, chunks)
+  directories = [d for g in range(groups) for d in chunk_directories(unfinished, g)]
+  chunks = [(d, json.loads((d / RECORD).read_bytes())) for d in directories]
+  first_skipped = [problem for _, c in chunks for problem in c["first_skipped"]][:SHOWN_PROBLEMS]
+  if not any("train" in c["splits"] for _, c in chunks):
+    first = f" ({first_skipped[0]})" if first_skipped else ""
+    raise UserError(f"there are no documents to train on{first}; delete {out} and use other files")
+  if not any("validation" in c["splits"] for _, c in chunks):
+    raise UserError(
+      f"there are no validation documents; delete {out} and raise --validation_fraction, or name "
+      "files with --validation"
+    )
   shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
   text_sha256: dict[str, str] = {}
   (out / TEXT).mkdir(parents=True, exist_ok=True)
-  for split, found in chunks.shards.items():
+  for split in SPLITS:
+    found = [(d, c["splits"][split]) for d, c in chunks if split in c["splits"]]
     for number, (directory, shard) in enumerate(found):
       name = f"{split}-{number:05d}"
       text = f"{TEXT}/text-{split}.array_record-{number:05d}-of-{len(found):05d}"
@@ -45,8 +47,8 @@ def assemble(out: Path, unfinished: Path, groups: int) -> dict[str, Any]:
   summary = {
     **{split: _totals(found) for split, found in shards.items()},
     "vocab_size": tokenizer.vocab_size,
-    "skipped": chunks.skipped,
-    "first_skipped": chunks.first_skipped,
+    "skipped": sum(c["skipped"] for _, c in chunks),
+    "first_skipped": first_skipped,
   }
   record = json.loads((out / PLAN).read_bytes())
   record |= {"summary": summary, "text_sha256": text_sha256}
@@ -54,29 +56,6 @@ def assemble(out: Path, unfinished: Path, groups: int) -> dict[str, Any]:
   StoreWriter(out, tokenizer).commit(shards)
   shutil.rmtree(unfinished)
   return record
-
-
-def _read_records(unfinished: Path, groups: int) -> _Chunks:
-  shards: dict[str, list[tuple[Path, dict[str, Any]]]] = {split: [] for split in SPLITS}
-  skipped, first_skipped = 0, []
-  for directory in (d for g in range(groups) for d in chunk_directories(unfinished, g)):
-    record = json.loads((directory / RECORD).read_bytes())
-    skipped += record["skipped"]
-    first_skipped += record["first_skipped"]
-    for split, shard in record["splits"].items():
-      shards[split].append((directory, shard))
-  return _Chunks(shards, skipped, first_skipped[:SHOWN_PROBLEMS])
-
-
-def _check_splits(out: Path, chunks: _Chunks) -> None:
-  if not chunks.shards["train"]:
-    first = f" ({chunks.first_skipped[0]})" if chunks.first_skipped else ""
-    raise UserError(f"there are no documents to train on{first}; delete {out} and use other files")
-  if not chunks.shards["validation"]:
-    raise UserError(
-      f"there are no validation documents; delete {out} and raise --validation_fraction, or name "
-      "files with --validation"
-    )
 
 
 def _move(source: Path, target: Path) -> None:
@@ -87,12 +66,8 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _totals(shards: list[Shard]) -> dict[str, int]:
-  return {
-    "documents": sum(s.documents for s in shards),
-    "tokens": sum(s.tokens for s in shards),
-    "bytes": sum(s.bytes for s in shards),
-    "shards": len(shards),
-  }
+  totals = {key: sum(getattr(s, key) for s in shards) for key in ("documents", "tokens", "bytes")}
+  return {**totals, "shards": len(shards)}
 
 
 def _write_tfds_metadata(directory: Path, shards: dict[str, list[Shard]]) -> None:

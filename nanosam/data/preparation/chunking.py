@@ -4,11 +4,12 @@ Chunk 12 of group 3 of the input files is the directory 00003-00012 (see worker.
 group-00003.json holds the number of chunks in that group.
 """
 
+import itertools
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from nanosam.data.preparation import formats
 from nanosam.data.preparation.inputs import Plan
@@ -24,12 +25,52 @@ def make_chunks(folder: Path, plan: Plan, rules: Rules) -> Iterator[Task]:
   for g, group in enumerate(plan.groups):
     if _group_file(folder, g).exists() and all(map(_is_complete, chunk_directories(folder, g))):
       yield None, sum(plan.inputs[i].bytes for i in group)
-      continue
-    writer = _ChunkWriter(folder, g, plan.inputs[group[0]].split, plan.shard_bytes)
-    for path in plan.paths(group):
-      yield from writer.add_file(path, rules)
-    yield from writer.end_chunk()
-    write_json(_group_file(folder, g), {"chunks": writer.count})
+    else:
+      yield from _divide(folder, g, plan, rules)
+
+
+def _divide(folder: Path, g: int, plan: Plan, rules: Rules) -> Iterator[Task]:
+  """Writes pieces of a group's files to disk until they fill a chunk, chunk by chunk."""
+  split = plan.inputs[plan.groups[g][0]].split
+  items = _items(plan.paths(plan.groups[g]), rules, min(formats.PIECE_BYTES, plan.shard_bytes))
+  count = 0
+  for first in items:
+    directory = _chunk_directory(folder, g, count)
+    complete = _is_complete(directory)
+    if not complete:
+      shutil.rmtree(directory, ignore_errors=True)
+      directory.mkdir()
+    pieces, problems, size, stored = [], [], 0, 0
+    with open(os.devnull if complete else directory / INPUT, "wb") as f:
+      for item, more in itertools.chain([first], items):
+        stored += more
+        if isinstance(item, formats.Problem):
+          problems.append(item)
+          continue
+        f.write(item.data)
+        pieces.append((item.path, item.first, len(item.data)))
+        size += len(item.data)
+        if size >= plan.shard_bytes:
+          break
+    chunk = None if complete else Chunk(directory, split, tuple(pieces), tuple(problems))
+    yield chunk, stored
+    count += 1
+  write_json(_group_file(folder, g), {"chunks": count})
+
+
+def _items(
+  paths: list[str], rules: Rules, piece_bytes: int
+) -> Iterator[tuple[formats.Piece | formats.Problem, int]]:
+  """Pieces and problems, and how many more bytes of their file were read for each."""
+  for path in paths:
+    read = 0
+    for item in formats.pieces(path, rules.text_field, piece_bytes):
+      if isinstance(item, formats.Problem):
+        Problems(rules.on_error).add(item)  # raises unless on_error is skip
+        yield item, 0
+      else:
+        yield item, item.read - read
+        read = item.read
 
 
 def chunk_directories(folder: Path, group: int) -> list[Path]:
@@ -54,59 +95,3 @@ def _group_file(folder: Path, group: int) -> Path:
 
 def _chunk_directory(folder: Path, group: int, number: int) -> Path:
   return folder / f"{group:05d}-{number:05d}"
-
-
-class _ChunkWriter:
-  """Writes pieces of input files to disk until they fill a chunk."""
-
-  def __init__(self, folder: Path, group: int, split: str | None, shard_bytes: int):
-    self._folder, self._group, self._split = folder, group, split
-    self._shard_bytes = shard_bytes
-    self.count = 0
-    self._begin()
-
-  def _begin(self) -> None:
-    self._directory = _chunk_directory(self._folder, self._group, self.count)
-    self._complete = _is_complete(self._directory)
-    if not self._complete:
-      shutil.rmtree(self._directory, ignore_errors=True)
-    self._pieces: list[tuple[str, int, int]] = []
-    self._problems: list[formats.Problem] = []
-    self._size = self._stored = 0
-    self._input: IO[bytes] | None = None
-
-  def add_file(self, path: str, rules: Rules) -> Iterator[Task]:
-    read = 0
-    piece_bytes = min(formats.PIECE_BYTES, self._shard_bytes)
-    for item in formats.pieces(path, rules.text_field, piece_bytes):
-      if isinstance(item, formats.Problem):
-        Problems(rules.on_error).add(item)  # raises unless on_error is skip
-        self._problems.append(item)
-        continue
-      self._stored += item.read - read
-      read = item.read
-      self._add(item)
-      if self._size >= self._shard_bytes:
-        yield from self.end_chunk()
-
-  def _add(self, piece: formats.Piece) -> None:
-    self._pieces.append((piece.path, piece.first, len(piece.data)))
-    self._size += len(piece.data)
-    if not self._complete:
-      self._open().write(piece.data)
-
-  def end_chunk(self) -> Iterator[Task]:
-    if self._pieces or self._problems:
-      chunk = None
-      if not self._complete:
-        self._open().close()
-        chunk = Chunk(self._directory, self._split, tuple(self._pieces), tuple(self._problems))
-      yield chunk, self._stored
-      self.count += 1
-      self._begin()
-
-  def _open(self) -> IO[bytes]:
-    if self._input is None:
-      self._directory.mkdir()
-      self._input = open(self._directory / INPUT, "wb")
-    return self._input

@@ -81,7 +81,7 @@ def pieces(path: str, text_field: str, piece_bytes: int = PIECE_BYTES) -> Iterat
       if kind == "json":
         yield from _line_pieces(path, file, stored, piece_bytes)
       else:
-        records = _RECORDS[kind](file, text_field)
+        records = _FRAMED[kind][0](file, text_field)
         yield from _framed_pieces(path, records, stored, piece_bytes)
   except BadRecord as e:
     yield Problem(path, 0, str(e))
@@ -92,9 +92,10 @@ def pieces(path: str, text_field: str, piece_bytes: int = PIECE_BYTES) -> Iterat
 def documents(piece: Piece, text_field: str) -> Iterator[Document | Problem]:
   """Parses the records of a piece."""
   kind = kind_of(piece.path)
+  parse: Callable[[Any, str], str] = _json_text if kind == "json" else _FRAMED[kind][1]
   for number, record in _lines(piece) if kind == "json" else _unframed(piece):
     try:
-      text = _TEXTS[kind](record, text_field)
+      text = parse(record, text_field)
       if not text or text.isspace():
         raise BadRecord("empty document")
       yield Document(number, text, text.encode())
@@ -294,14 +295,9 @@ def _example_text(record: bytes, text_field: str) -> str:
   return _plain_text(values[0], text_field)
 
 
-_RECORDS: dict[str, Callable[[Any, str], _Records]] = {
-  "parquet": _parquet_records,
-  "text": _whole_file,
-  "tfrecord": _tf_records,
-}
-_TEXTS: dict[str, Callable[[Any, str], str]] = {
-  "json": _json_text,
-  "parquet": _plain_text,
-  "text": _plain_text,
-  "tfrecord": _example_text,
+# By kind of file: its records, and the text of one.
+_FRAMED: dict[str, tuple[Callable[[Any, str], _Records], Callable[[Any, str], str]]] = {
+  "parquet": (_parquet_records, _plain_text),
+  "text": (_whole_file, _plain_text),
+  "tfrecord": (_tf_records, _example_text),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from etils import epath
 
-from nanosam.data.preparation import formats
+from nanosam.data.preparation import formats, vocabulary
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UsageError
 from nanosam.system.remote import storage_errors
@@ -62,13 +62,8 @@ def make_plan(a: argparse.Namespace) -> Plan:
   tokenizer = Tokenizer.load(a.tokenizer).sha256 if a.tokenizer else None
   arguments = {
     "tokenizer": tokenizer,
-    "vocab_size": None if tokenizer else a.vocab_size,
-    "model_type": None if tokenizer else a.model_type,
-    "sample_bytes": None if tokenizer else a.sample_bytes,
-    "text_field": a.text_field,
-    "validation_fraction": a.validation_fraction,
-    "shard_bytes": a.shard_bytes,
-    "on_error": a.on_error,
+    **{k: None if tokenizer else getattr(a, k) for k in vocabulary.SETTINGS},
+    **{k: getattr(a, k) for k in ("text_field", "validation_fraction", "shard_bytes", "on_error")},
   }
   return Plan(arguments, inputs, _grouped(inputs, shard_bytes), shard_bytes)
 

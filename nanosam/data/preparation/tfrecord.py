@@ -4,6 +4,7 @@ A record in a file is: length (8 bytes), masked CRC of the length (4), data, mas
 (4), all little-endian.
 """
 
+import os
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -39,7 +40,7 @@ def frames(file: IO[bytes], max_bytes: int) -> Iterator[tuple[bytes | None, byte
     if length <= max_bytes:
       data = _read(file, length)
     else:
-      _skip(file, length)
+      file.seek(length, os.SEEK_CUR)
     yield data, _read(file, CRC_BYTES)
 
 
@@ -48,11 +49,6 @@ def _read(file: IO[bytes], length: int) -> bytes:
   if len(data) < length:
     raise DamagedRecord("the file ends within a record")
   return data
-
-
-def _skip(file: IO[bytes], length: int) -> None:
-  while length > 0:
-    length -= len(_read(file, min(length, 1 << 20)))
 
 
 # ---- tf.Example ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from nanosam.data.preparation import formats
 from nanosam.data.preparation.worker import Problems, Rules
 from nanosam.data.tokenizer import Tokenizer, train_tokenizer
 
+SETTINGS = ("vocab_size", "model_type", "sample_bytes")  # of `train`
 _READ_PER_SAMPLED_BYTE = 32  # raw bytes, at most
 _MIN_READ_PER_FILE = 4 << 20
 _MAX_CHARS = 1 << 18  # of one document

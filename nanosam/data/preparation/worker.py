@@ -25,7 +25,7 @@ from nanosam.data.preparation import formats, tfrecord
 from nanosam.data.store import ShardWriter, StoreWriter
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UserError
-from nanosam.system.files import write_json
+from nanosam.system.files import disk_errors, write_json
 from nanosam.system.processes import exit_with_parent
 
 RECORD = "chunk.json"
@@ -92,13 +92,8 @@ def _tokenizer(path: str) -> Tokenizer:
 
 def process(chunk: Chunk, rules: Rules, tokenizer_path: str) -> dict[str, Any]:
   """Writes the chunk's shards and chunk.json, and returns the contents of the latter."""
-  try:
+  with disk_errors(chunk.directory):
     return _process(chunk, rules, _tokenizer(tokenizer_path))
-  except OSError as e:
-    raise UserError(
-      f"cannot write to {chunk.directory}: {e.strerror or e}; free some space or fix the cause, "
-      "then run the same command to resume"
-    ) from e
 
 
 def _process(chunk: Chunk, rules: Rules, tokenizer: Tokenizer) -> dict[str, Any]:
