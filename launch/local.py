@@ -11,14 +11,13 @@ the others are ended. When they save and stop without having been asked (exit 75
 be taken away), they are started again. The exit code is that of the first to fail.
 """
 
+import math
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from typing import IO
 
 from nanosam.study.backends import SignalRelay, share_of_devices
 from nanosam.system import errors
@@ -28,85 +27,73 @@ from nanosam.system.errors import Interrupted, UsageError
 GRACE_SECONDS = 30.0  # from the first failure until those that still run are killed
 
 
-class Processes:
-  """The processes of one attempt."""
-
-  def __init__(self, command: list[str], size: int):
-    with socket.socket() as s:
-      s.bind(("127.0.0.1", 0))
-      address = f"127.0.0.1:{s.getsockname()[1]}"
-    self._processes = [self._start(command, i, size, address) for i in range(size)]
-    self._readers = [
-      threading.Thread(target=_copy, args=(process.stdout, f"[{i}] "))
-      for i, process in enumerate(self._processes)
-    ]
-    for reader in self._readers:
-      reader.start()
-
-  def _start(self, command: list[str], i: int, size: int, address: str) -> subprocess.Popen[str]:
-    cluster = {
-      "NANOSAM_COORDINATOR": address,
-      "NANOSAM_NUM_PROCESSES": str(size),
-      "NANOSAM_PROCESS_ID": str(i),
-    }
-    try:
-      return subprocess.Popen(
-        command,
-        env={**os.environ, **share_of_devices(i, size, os.environ), **cluster},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # a terminal's ctrl-C reaches it only through us, once
-      )
-    except OSError as e:
-      raise UsageError(f"cannot run {command[0]}: {e.strerror or e}") from e
-
-  def send(self, number: int) -> None:
-    for process in self._processes:
-      if process.poll() is None:
-        process.send_signal(number)
-
-  def failure(self) -> int:
-    """The exit code of one that failed; 0 if none has."""
-    codes = [process.poll() for process in self._processes]
-    bad = [code if code > 0 else 128 - code for code in codes if code]
-    # The others were stopped or killed because of the first: report its code.
-    return min(bad, key=lambda code: (code == Interrupted.exit_code, code > 128), default=0)
-
-  def running(self) -> bool:
-    return any(process.poll() is None for process in self._processes)
-
-  def close(self) -> None:
-    self.send(signal.SIGKILL)
-    for process in self._processes:
-      process.wait()
-    for reader in self._readers:
-      reader.join()
+Process = subprocess.Popen[str]
 
 
-def _copy(lines: IO[str] | None, prefix: str) -> None:
-  for line in lines or ():
+def start(command: list[str], i: int, size: int, address: str) -> Process:
+  cluster = {
+    "NANOSAM_COORDINATOR": address,
+    "NANOSAM_NUM_PROCESSES": str(size),
+    "NANOSAM_PROCESS_ID": str(i),
+  }
+  try:
+    return subprocess.Popen(
+      command,
+      env={**os.environ, **share_of_devices(i, size, os.environ), **cluster},
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      errors="replace",
+      start_new_session=True,  # a terminal's ctrl-C reaches it only through us, once
+    )
+  except OSError as e:
+    raise UsageError(f"cannot run {command[0]}: {e.strerror or e}") from e
+
+
+def copy_output(process: Process, prefix: str) -> None:
+  for line in process.stdout or ():
     sys.stdout.write(f"{prefix}{line}")  # one write: lines of several processes do not mix
     sys.stdout.flush()
 
 
+def failure(processes: list[Process]) -> int:
+  """The exit code of one that failed; 0 if none has."""
+  codes = [process.poll() for process in processes]
+  bad = [code if code > 0 else 128 - code for code in codes if code]
+  # The others were stopped or killed because of the first: report its code.
+  return min(bad, key=lambda code: (code == Interrupted.exit_code, code > 128), default=0)
+
+
 def attempt(command: list[str], size: int, stop: SignalRelay) -> int:
   """Runs all processes to their end; their exit code."""
-  processes, deadline = Processes(command, size), None
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  processes = [start(command, i, size, address) for i in range(size)]
+  readers = [
+    threading.Thread(target=copy_output, args=(process, f"[{i}] "))
+    for i, process in enumerate(processes)
+  ]
+  for reader in readers:
+    reader.start()
+  deadline = math.inf
   try:
-    while processes.running() and (deadline is None or time.monotonic() < deadline):
-      for number in stop.pending():
-        processes.send(number)
-      if deadline is None and (code := processes.failure()):
+    while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+      stop.pass_on(processes)
+      if deadline == math.inf and (code := failure(processes)):
         deadline = time.monotonic() + GRACE_SECONDS
         if code != Interrupted.exit_code:  # those stop together, and may still be saving
-          processes.send(signal.SIGTERM)
+          for process in processes:
+            process.terminate()
       time.sleep(0.05)
-    return processes.failure()
+    return failure(processes)
   finally:
-    processes.close()
+    for process in processes:
+      process.kill()
+      process.wait()
+    for reader in readers:
+      reader.join()
 
 
 def main(argv: list[str]) -> None:

@@ -24,7 +24,7 @@ import pathlib
 import shlex
 
 from nanosam.study import sweeps
-from nanosam.study.backends import add_backend_arguments, check_outcomes, execute, state, table
+from nanosam.study.backends import add_backend_arguments, execute, state
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 from nanosam.system.errors import UsageError
@@ -48,9 +48,7 @@ def main(argv: list[str]) -> None:
     return print(f"# {len(jobs)} runs, {sum(job.tokens for job in jobs):.3g} tokens")
   with disk_errors(args.out):
     args.out.mkdir(parents=True, exist_ok=True)
-  outcomes = execute(jobs, args.backend, args.jobs, say=lambda line: print(line, flush=True))
-  print(table(jobs, outcomes), flush=True)
-  check_outcomes(outcomes, shlex.join(["python", *argv]))
+  execute(jobs, args.backend, args.jobs, argv)
 
 
 if __name__ == "__main__":

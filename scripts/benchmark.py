@@ -40,64 +40,71 @@ from nanosam.optim.gradient import Metrics
 from nanosam.optim.methods import METHODS
 from nanosam.optim.passes import Passes
 from nanosam.run import flops
+from nanosam.run.footprint import peak_bytes
 from nanosam.run.step import TrainState, TrainStep
 from nanosam.run.validate import validate
+from nanosam.study.tables import Table, plain
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 
 DENSE = "dense"  # a plain flax/optax AdamW step: all logits at once, loss by autodiff
 UNGUARDED = "unguarded"  # our adamw without the check that loss and gradient are finite
+Rows = list[dict[str, Any]]
 
 
 def main(argv: list[str]) -> None:
-  if argv[1:2] == ["data"]:
-    return main_data(argv[2:])
-  if argv[1:2] in (["-h"], ["--help"]):
+  kinds = {"step": measure_steps, "curvature": measure_curvature, "data": measure_data}
+  kind = "".join(argv[1:2])
+  if kind in ("-h", "--help"):
     return print(__doc__)
-  if argv[1:2] not in (["step"], ["curvature"]):
+  if kind not in kinds:
     raise errors.UsageError("say what to measure: benchmark.py step, curvature or data")
-  args = parser().parse_args(argv[2:])
-  rows = measure(args) if argv[1] == "step" else measure_curvature(args)
+  args = parser(kind).parse_args(argv[2:])
+  rows = kinds[kind](args)
   print(json.dumps(rows, indent=2) if args.json else table(rows))
 
 
-def parser() -> Parser:
-  p = Parser("scripts/benchmark.py step", __doc__)
-  p.add_argument("--size", default="2M", choices=config_lib.SIZES)
-  p.add_argument("--batch_size", type=int, default=8)
-  p.add_argument("--length", type=int, default=256)
-  p.add_argument("--vocab_size", type=int, default=32_101)
-  p.add_argument("--dtype", default="float32")
-  p.add_argument("--chunk", type=int, default=32)
-  p.add_argument("--residual", default="auto", help="store, recompute or auto")
-  p.add_argument("--methods", default=",".join(METHODS))
-  p.add_argument("--rounds", type=int, default=15)
-  p.add_argument("--json", action="store_true")
+def parser(kind: str) -> Parser:
+  add = (p := Parser(f"scripts/benchmark.py {kind}", __doc__)).add_argument
+  add("--json", action="store_true")
+  if kind == "data":
+    add("--input", metavar="GLOB", help="files of text; default: the embedded corpus")
+    add("--tokenizer", metavar="FILE", help="with --input")
+    add("--text_field", default="text")
+    add("--workers", type=int, default=2)
+    add("--repeats", type=int, default=3)
+    return p
+  add("--size", default="2M", choices=config_lib.SIZES)
+  add("--batch_size", type=int, default=8)
+  add("--length", type=int, default=256)
+  add("--vocab_size", type=int, default=32_101)
+  add("--dtype", default="float32")
+  add("--chunk", type=int, default=32)
+  add("--residual", default="auto", help="store, recompute or auto")
+  add("--methods", default=",".join(METHODS))
+  add("--rounds", type=int, default=15)
   return p
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-  """One step of each method in turn, round after round; ratios are medians over rounds."""
-  names = [DENSE, "adamw", UNGUARDED, *(m for m in args.methods.split(",") if m != "adamw")]
-  programs = {name: Program(name, args) for name in names}
-  times, ratio = interleaved({name: programs[name].step for name in names}, args.rounds)
+# What a person reads in another unit.
+UNITS = {
+  "tokens_per_sec": ("M tokens/s", 1e6),
+  "text_bytes_per_sec": ("MB/s of text", 1e6),
+  "peak_bytes": ("MiB at most", 2**20),
+}
 
-  def row(name: str) -> dict[str, Any]:
-    program, adamw, dense = programs[name], programs["adamw"], programs[DENSE]
-    return {
-      "method": name,
-      "time_ratio": ratio(name, "adamw"),
-      "fastest_ratio": min(times[name]) / min(times["adamw"]),  # what others do only slows down
-      "memory_ratio": program.peak_bytes / adamw.peak_bytes,
-      "flops_ratio": program.flops / adamw.flops,
-      "time_ratio_to_dense": ratio(name, DENSE),
-      "temp_ratio_to_dense": program.temp_bytes / dense.temp_bytes,
-      "seconds": statistics.median(times[name]),
-      "peak_mib": program.peak_bytes / 2**20,
-      "temp_mib": program.temp_bytes / 2**20,
-    }
 
-  return [row(name) for name in names]
+def table(rows: Rows) -> str:
+  keys = list(dict.fromkeys(key for row in rows for key in row))
+  units = [UNITS.get(key, (key, 1)) for key in keys]
+
+  def cell(value: Any, unit: float) -> str:
+    return f"{value / unit:.3f}" if isinstance(value, float | int) else value or ""
+
+  cells = [
+    [cell(row.get(key), unit) for key, (_, unit) in zip(keys, units, strict=True)] for row in rows
+  ]
+  return "\n".join(plain(Table([name for name, _ in units], cells)))
 
 
 def interleaved(
@@ -118,85 +125,58 @@ def interleaved(
   return times, ratio
 
 
-GRADIENT = "gradient"
-PRODUCTS = {
-  "H v": lambda passes, v: products.product(passes, products.HESSIAN, v),
-  "H_G v": lambda passes, v: products.product(passes, products.GAUSS_NEWTON, v),
-  "H_F v": lambda passes, v: products.product(passes, products.FUNCTIONAL, v),
-  "v H_G v, v H_F v": products.quadratic_forms,
-}
-
-
-def measure_curvature(args: argparse.Namespace) -> list[dict[str, Any]]:
-  """Products with the Hessian and its parts, against one gradient of the same batch."""
-  program = Program("adamw", args)
-  model = products.exact_model(program.train_step.config, args.vocab_size)
-  params, batch = program.state.params, program.batch
-  vector_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
-  functions = {GRADIENT: lambda passes, _: passes.first()[1], **PRODUCTS}
-  traced = {
-    name: jax.jit(lambda p, b, v, f=f: f(Passes(model, p, b), v)).trace(params, batch, params)
-    for name, f in functions.items()
-  }
-  compiled = {name: t.lower().compile() for name, t in traced.items()}
-
-  def seconds(name: str) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(compiled[name](params, batch, params))
-    return time.perf_counter() - start
-
-  _, ratio = interleaved({n: functools.partial(seconds, n) for n in functions}, args.rounds)
-  temps = {n: c.memory_analysis().temp_size_in_bytes for n, c in compiled.items()}
-  costs = {n: flops.count(t.jaxpr) for n, t in traced.items()}
-  return [
-    {
-      "method": name,
-      "time_ratio": ratio(name, GRADIENT),
-      "flops_ratio": costs[name] / costs[GRADIENT],
-      "temp_ratio": temps[name] / temps[GRADIENT],
-      "temp_mib": temps[name] / 2**20,
-      "vector_mib": vector_bytes / 2**20,
-    }
-    for name in functions
-  ]
-
-
 class Program:
-  """A compiled step with a state of its own."""
+  """A compiled function with arguments of its own, and what it takes."""
 
-  def __init__(self, name: str, args: argparse.Namespace):
-    mesh = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
-    kind = UnguardedStep if name == UNGUARDED else TrainStep
-    self.train_step = kind(benchmark_config(name, args), args.vocab_size, mesh)
-    self.state: Any = self.train_step.init(0)
-    traced = self.train_step.trace()
-    if name == DENSE:
-      traced, self.state = dense_step(self.train_step, self.state.params)
-    self.compiled = traced.lower().compile()
+  def __init__(self, traced: Any, *arguments: Any, is_step: bool = False):
+    self._compiled, self._arguments, self._is_step = traced.lower().compile(), arguments, is_step
     self.flops = flops.count(traced.jaxpr)
-    memory = self.compiled.memory_analysis()
+    memory = self._compiled.memory_analysis()
     self.temp_bytes = memory.temp_size_in_bytes
-    self.peak_bytes = (
-      memory.temp_size_in_bytes
-      + memory.argument_size_in_bytes
-      + memory.output_size_in_bytes
-      - memory.alias_size_in_bytes
-    )
-    tokens = np.random.default_rng(0).integers(
-      0, args.vocab_size, (args.batch_size, args.length + 1), dtype=np.int32
-    )
-    weights = np.ones((args.batch_size, args.length), np.float32)
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], weights, None)
-    self.batch = sharding.to_devices(batch, mesh)
+    self.peak_bytes = peak_bytes(memory, jax.default_backend())
 
-  def step(self) -> float:
+  def seconds(self) -> float:
     start = time.perf_counter()
-    self.state, metrics = self.compiled(self.state, self.batch)
-    jax.block_until_ready((self.state, metrics))
+    found = jax.block_until_ready(self._compiled(*self._arguments))
+    if self._is_step:  # which takes its state and returns the next
+      self._arguments = found[0], *self._arguments[1:]
     return time.perf_counter() - start
 
 
-def benchmark_config(name: str, args: argparse.Namespace) -> Any:
+# ---- step ----------------------------------------------------------------------------------------
+
+
+def measure_steps(args: argparse.Namespace) -> Rows:
+  """One step of each method in turn, round after round; ratios are medians over rounds."""
+  names = [DENSE, "adamw", UNGUARDED, *(m for m in args.methods.split(",") if m != "adamw")]
+  programs = {name: make_program(name, args) for name in names}
+  times, ratio = interleaved({name: programs[name].seconds for name in names}, args.rounds)
+
+  def row(name: str) -> dict[str, Any]:
+    program, adamw, dense = programs[name], programs["adamw"], programs[DENSE]
+    return {
+      "method": name,
+      "time_ratio": ratio(name, "adamw"),
+      "fastest_ratio": min(times[name]) / min(times["adamw"]),  # what others do only slows down
+      "memory_ratio": program.peak_bytes / adamw.peak_bytes,
+      "flops_ratio": program.flops / adamw.flops,
+      "time_ratio_to_dense": ratio(name, DENSE),
+      "temp_ratio_to_dense": program.temp_bytes / dense.temp_bytes,
+      "seconds": statistics.median(times[name]),
+      "peak_mib": program.peak_bytes / 2**20,
+      "temp_mib": program.temp_bytes / 2**20,
+    }
+
+  return [row(name) for name in names]
+
+
+def make_program(name: str, args: argparse.Namespace) -> Program:
+  step = make_step(name, args)
+  traced, state = dense_step(step) if name == DENSE else (step.trace(), step.init(0))
+  return Program(traced, state, random_batch(step, args), is_step=True)
+
+
+def make_step(name: str, args: argparse.Namespace) -> TrainStep:
   method = "adamw" if name in (DENSE, UNGUARDED) else name
   c = config_lib.default(size=args.size, method=method)
   c.workdir = "unused"
@@ -206,7 +186,15 @@ def benchmark_config(name: str, args: argparse.Namespace) -> Any:
   c.head.chunk = args.chunk
   c.head.residual = args.residual
   validate(c)
-  return c
+  mesh = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
+  return (UnguardedStep if name == UNGUARDED else TrainStep)(c, args.vocab_size, mesh)
+
+
+def random_batch(step: TrainStep, args: argparse.Namespace) -> Batch:
+  B, L = args.batch_size, args.length
+  tokens = np.random.default_rng(0).integers(0, args.vocab_size, (B, L + 1), dtype=np.int32)
+  batch = Batch(tokens[:, :-1], tokens[:, 1:], np.ones((B, L), np.float32), None)
+  return sharding.to_devices(batch, step.mesh)
 
 
 class UnguardedStep(TrainStep):
@@ -224,9 +212,9 @@ class UnguardedStep(TrainStep):
     return TrainState(state.step + 1, params, opt_state, state.guard), estimated.metrics | norms
 
 
-def dense_step(train_step: TrainStep, params: Any) -> Any:
+def dense_step(train_step: TrainStep) -> tuple[Any, Any]:
   """What one would write with flax and optax alone: the traced step and its state."""
-  o = train_step.config.opt
+  o, params = train_step.config.opt, train_step.init(0).params
   model = Transformer(model_config(train_step.config, len(unembedding(params))))
   optimizer = optax.adamw(1e-3, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay)
 
@@ -247,13 +235,41 @@ def dense_step(train_step: TrainStep, params: Any) -> Any:
   return jax.jit(step, donate_argnums=0).trace(state, train_step.abstract_batch()), state
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-  names = ["method", *(k for k in rows[0] if k != "method")]
-  lines = ["  ".join(f"{n:>20}" for n in names)]
-  lines += [
-    "  ".join(f"{r[n]:>20}" if n == "method" else f"{r[n]:>20.3f}" for n in names) for r in rows
+# ---- curvature: against one gradient of the same batch -------------------------------------------
+
+GRADIENT = "gradient"
+CURVATURE = {
+  GRADIENT: lambda passes, _: passes.first()[1],
+  "H v": lambda passes, v: products.product(passes, products.HESSIAN, v),
+  "H_G v": lambda passes, v: products.product(passes, products.GAUSS_NEWTON, v),
+  "H_F v": lambda passes, v: products.product(passes, products.FUNCTIONAL, v),
+  "v H_G v, v H_F v": products.quadratic_forms,
+}
+
+
+def measure_curvature(args: argparse.Namespace) -> Rows:
+  step = make_step("adamw", args)
+  model = products.exact_model(step.config, args.vocab_size)
+  params, batch = step.init(0).params, random_batch(step, args)
+
+  def program(function: Callable[..., Any]) -> Program:
+    traced = jax.jit(lambda p, b, v: function(Passes(model, p, b), v)).trace(params, batch, params)
+    return Program(traced, params, batch, params)
+
+  programs = {name: program(function) for name, function in CURVATURE.items()}
+  _, ratio = interleaved({name: p.seconds for name, p in programs.items()}, args.rounds)
+  base, vector_bytes = programs[GRADIENT], sum(x.nbytes for x in jax.tree.leaves(params))
+  return [
+    {
+      "method": name,
+      "time_ratio": ratio(name, GRADIENT),
+      "flops_ratio": p.flops / base.flops,
+      "temp_ratio": p.temp_bytes / base.temp_bytes,
+      "temp_mib": p.temp_bytes / 2**20,
+      "vector_mib": vector_bytes / 2**20,
+    }
+    for name, p in programs.items()
   ]
-  return "\n".join(lines)
 
 
 # ---- data: everything relative to SentencePiece's own batch encoding of the same text ------------
@@ -262,44 +278,24 @@ BATCH_SIZE, LENGTH = 256, 512
 BATCHES = {"tokens": 100, "tfds": 10}  # read from each kind of source
 
 
-def main_data(argv: list[str]) -> None:
-  p = Parser("scripts/benchmark.py data", "Measures the data path.")
-  p.add_argument("--input", metavar="GLOB", help="files of text; default: the embedded corpus")
-  p.add_argument("--tokenizer", metavar="FILE", help="with --input")
-  p.add_argument("--text_field", default="text")
-  p.add_argument("--workers", type=int, default=2)
-  p.add_argument("--repeats", type=int, default=3)
-  p.add_argument("--json", action="store_true")
-  args = p.parse_args(argv)
-  if bool(args.input) != bool(args.tokenizer):
-    p.error("--input and --tokenizer go together")
-  with tempfile.TemporaryDirectory() as scratch:
-    if not args.input:
-      args.input, args.tokenizer = write_embedded(pathlib.Path(scratch))
-    rows = measure_data(DataPath(pathlib.Path(scratch), args), args)
-  print(json.dumps(rows, indent=1) if args.json else data_table(rows))
-
-
-def write_embedded(scratch: pathlib.Path) -> tuple[str, str]:
-  """The embedded corpus as a file, and a vocabulary for it."""
-  documents = embedded.collect_documents()
-  corpus, model = scratch / "corpus.jsonl", scratch / "tokenizer.model"
-  corpus.write_text("\n".join(json.dumps({"text": d}) for d in documents))
-  model.write_bytes(train_tokenizer(documents[:400], 4096, "unigram").model_bytes)
-  return str(corpus), str(model)
-
-
-def measure_data(path: "DataPath", args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_data(args: argparse.Namespace) -> Rows:
   """`ratio` is the speed in tokens relative to SentencePiece with as many threads as workers."""
-  programs = {"sentencepiece": path.encode, "prepare": path.prepare}
-  tokens = dict.fromkeys(programs, path.num_tokens)
-  for kind, batches in BATCHES.items():
-    for name, workers in ((kind, 0), (f"{kind}, {args.workers} workers", args.workers)):
-      programs[name] = functools.partial(path.read, kind, workers)
-      tokens[name] = batches * BATCH_SIZE * LENGTH
-  times, ratio = interleaved(programs, args.repeats, warm_up=False)
+  if bool(args.input) != bool(args.tokenizer):
+    raise errors.UsageError("--input and --tokenizer go together")
+  with tempfile.TemporaryDirectory() as folder:
+    scratch = pathlib.Path(folder)
+    if not args.input:
+      args.input, args.tokenizer = write_embedded(scratch)
+    path = DataPath(scratch, args)
+    programs = {"sentencepiece": path.encode, "prepare": path.prepare}
+    tokens = dict.fromkeys(programs, path.num_tokens)
+    for kind, batches in BATCHES.items():
+      for name, workers in ((kind, 0), (f"{kind}, {args.workers} workers", args.workers)):
+        programs[name] = functools.partial(path.read, kind, workers)
+        tokens[name] = batches * BATCH_SIZE * LENGTH
+    times, ratio = interleaved(programs, args.repeats, warm_up=False)
   seconds = {name: statistics.median(times[name]) for name in programs}
-  rows: list[dict[str, Any]] = [
+  rows: Rows = [
     {
       "name": name,
       "seconds": seconds[name],
@@ -312,6 +308,15 @@ def measure_data(path: "DataPath", args: argparse.Namespace) -> list[dict[str, A
     row["text_bytes_per_sec"] = path.num_bytes / row["seconds"]
   rows[1]["peak_bytes"] = path.peak_bytes
   return rows
+
+
+def write_embedded(scratch: pathlib.Path) -> tuple[str, str]:
+  """The embedded corpus as a file, and a vocabulary for it."""
+  documents = embedded.collect_documents()
+  corpus, model = scratch / "corpus.jsonl", scratch / "tokenizer.model"
+  corpus.write_text("\n".join(json.dumps({"text": d}) for d in documents))
+  model.write_bytes(train_tokenizer(documents[:400], 4096, "unigram").model_bytes)
+  return str(corpus), str(model)
 
 
 class DataPath:
@@ -330,7 +335,7 @@ class DataPath:
     self._model = sentencepiece.SentencePieceProcessor(model_file=args.tokenizer)
     self.num_bytes = sum(len(t.encode()) for t in self._texts)
     self.num_tokens = sum(len(ids) for ids in self._model.encode(self._texts))
-    self.peak_bytes = self._prepared = 0
+    self.peak_bytes, self._store = 0, ""
 
   def encode(self) -> float:
     started = time.perf_counter()
@@ -339,10 +344,10 @@ class DataPath:
 
   def prepare(self) -> float:
     """The whole command, with the start of Python."""
-    args, output = self._args, self._scratch / f"store{self._prepared}"
+    args, self._store = self._args, f"{tempfile.mkdtemp(dir=self._scratch)}/store"
     command = [sys.executable, "-m", "nanosam.data.prepare", "--input", *self._files]
     command += [f"--tokenizer={args.tokenizer}", f"--text_field={args.text_field}"]
-    command += [f"--workers={args.workers}", f"--output={output}"]
+    command += [f"--workers={args.workers}", f"--output={self._store}"]
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:
@@ -350,11 +355,10 @@ class DataPath:
       time.sleep(0.05)
     if process.returncode:
       raise errors.UserError("prepare failed, so there is nothing to measure")
-    self._prepared += 1
     return time.perf_counter() - started
 
   def read(self, kind: str, workers: int) -> float:
-    source = open_source(f"{kind}:{self._scratch / 'store0'}", vocab_size=0, cache_dir="")
+    source = open_source(f"{kind}:{self._store}", vocab_size=0, cache_dir="")
     options = StreamOptions(LENGTH, BATCH_SIZE, range(BATCH_SIZE), workers=workers)
     stream = source.train_stream(options)
     next(stream)  # waits for the workers to start
@@ -373,19 +377,6 @@ def tree_bytes(pid: int) -> int:
     return sum(p.memory_info().rss for p in (root, *root.children(recursive=True)))
   except psutil.Error:  # one of them has just ended
     return 0
-
-
-def data_table(rows: list[dict[str, Any]]) -> str:
-  lines = [f"{'':<20}{'seconds':>9}{'M tokens/s':>12}{'ratio':>8}"]
-  for row in rows:
-    line = f"{row['name']:<20}{row['seconds']:>9.2f}{row['tokens_per_sec'] / 1e6:>12.2f}"
-    line += f"{row['ratio']:>8.2f}"
-    if "text_bytes_per_sec" in row:
-      line += f"  {row['text_bytes_per_sec'] / 1e6:.1f} MB/s of text"
-    if "peak_bytes" in row:
-      line += f", {row['peak_bytes'] / 2**20:.0f} MiB at most"
-    lines.append(line)
-  return "\n".join(lines)
 
 
 if __name__ == "__main__":

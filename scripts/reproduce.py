@@ -20,7 +20,7 @@ from nanosam.paper import measures, stages
 from nanosam.paper.experiments import EXPERIMENTS, MEASURES, STAGES
 from nanosam.paper.findings import write_report
 from nanosam.paper.protocol import FACTORS, Lab
-from nanosam.study.backends import add_backend_arguments
+from nanosam.study.backends import add_backend_arguments, say
 from nanosam.system import errors
 from nanosam.system.command_line import Parser, numbers
 from nanosam.system.errors import UsageError
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
   for stage in chosen:
     if stage in MEASURES:
       measures.measure(lab, stage, say, remote)
-    elif stage in STAGES and not stages.train(lab, stage, args.backend, args.jobs, argv, say):
+    elif stage in STAGES and not stages.train(lab, stage, args.backend, args.jobs, argv):
       return say(f"stage {stage} is in the queue: run the same command again when it is done")
   write_report(lab, argv)
 
@@ -87,10 +87,6 @@ def make_lab(args: argparse.Namespace) -> Lab:
     dry=args.dry_run,
     **{name: getattr(args, name) for name in names},
   )
-
-
-def say(line: str) -> None:
-  print(line, flush=True)
 
 
 if __name__ == "__main__":

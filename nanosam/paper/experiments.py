@@ -2,7 +2,8 @@
 
 from typing import Any, NamedTuple
 
-ADAMW = "adamw"
+from nanosam.study.comparison import ADAMW
+
 TRAINED = ("baseline", "rho", "seeds", "compute", "factors")
 STAGES = (*TRAINED, "tau")  # see protocol.py
 MEASURES = ("sharpness", "prune")  # of final models

@@ -1,13 +1,19 @@
-"""A page of sections, tables and figures: HTML that needs nothing beside it, and Markdown."""
+"""A page of sections, tables and figures: HTML that needs nothing beside it, and Markdown.
 
+Blocks without content leave no trace, nor do sections of such blocks.
+"""
+
+import dataclasses
+import functools
 import html
+import io
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from nanosam.study import tables
-from nanosam.study.figures import DARK, GRID, INK, MUTED, STYLES
+from nanosam.study.figures import DARK, GRID, INK, MUTED, STYLES, Target
 from nanosam.study.tables import Table
 from nanosam.system.files import write_atomically
 
@@ -31,11 +37,17 @@ class Grid(NamedTuple):
   table: Table
 
 
-class Figure(NamedTuple):
+@dataclasses.dataclass
+class Figure:
   name: str  # also that of its file
   caption: str
-  svg: str
   values: Table  # the same in numbers
+  draw: Callable[[Target], None]
+
+  @functools.cached_property
+  def svg(self) -> str:
+    self.draw(buffer := io.StringIO())
+    return buffer.getvalue()
 
 
 class Figures(NamedTuple):
@@ -57,33 +69,14 @@ class Section(NamedTuple):
 Block = Text | Items | Grid | Figures | Folded | Section
 
 
-def _present(blocks: Sequence[Block]) -> list[Block]:
-  """The blocks that have something to show."""
-
-  def has_content(block: Block) -> bool:
-    match block:
-      case Text(content) | Items(content) | Figures(content):
-        return bool(content)
-      case Grid(_, table):
-        return bool(table.rows)
-      case Folded(_, inner) | Section(_, inner):
-        return bool(_present(inner))
-
-  return [block for block in blocks if has_content(block)]
-
-
-class Page(NamedTuple):
-  title: str
-  sections: Sequence[Section]
-
-  def write(self, out: pathlib.Path) -> None:
-    """report.html, which is self-contained; report.md, with its figures beside it."""
-    (out / FIGURES).mkdir(parents=True, exist_ok=True)
-    for f in _figures(self.sections):
-      by_itself = f.svg.replace("<svg ", '<svg style="background: white" ', 1)
-      write_atomically(out / FIGURES / f"{f.name}.svg", by_itself.encode())
-    write_atomically(out / "report.html", to_html(self).encode())
-    write_atomically(out / "report.md", to_markdown(self.title, self.sections).encode())
+def write(out: pathlib.Path, title: str, sections: Sequence[Section]) -> None:
+  """report.html, which is self-contained; report.md, with its figures beside it."""
+  (out / FIGURES).mkdir(parents=True, exist_ok=True)
+  for f in _figures(sections):
+    by_itself = f.svg.replace("<svg ", '<svg style="background: white" ', 1)
+    write_atomically(out / FIGURES / f"{f.name}.svg", by_itself.encode())
+  write_atomically(out / "report.html", to_html(title, sections).encode())
+  write_atomically(out / "report.md", to_markdown(title, sections).encode())
 
 
 def _figures(blocks: Sequence[Block]) -> Iterator[Figure]:
@@ -101,27 +94,29 @@ def to_markdown(title: str, blocks: Sequence[Block]) -> str:
   return "\n".join([f"# {title}", "", *_markdown(blocks, level=2)])
 
 
-def _markdown(blocks: Sequence[Block], level: int) -> Iterator[str]:
-  for block in _present(blocks):
+def _markdown(blocks: Sequence[Block], level: int) -> list[str]:
+  lines: list[str] = []
+  for block in blocks:
     match block:
-      case Text(text):
-        yield from (text, "")
-      case Items(items):
-        yield from (*(f"- {item}" for item in items), "")
-      case Grid(caption, table):
-        yield from (f"{caption}:", "", *tables.markdown(table))
+      case Text(text) if text:
+        lines += [text, ""]
+      case Items(items) if items:
+        lines += [*(f"- {item}" for item in items), ""]
+      case Grid(caption, table) if table.rows:
+        lines += [f"{caption}:", "", *tables.markdown(table)]
       case Figures(drawn):
         for f in drawn:
-          yield from (f"![{f.caption}]({FIGURES}/{f.name}.svg)", "", f"{f.caption}.", "")
-          yield from _folded_markdown("values", tables.markdown(f.values))
-      case Folded(summary, inner):
-        yield from _folded_markdown(summary, _markdown(inner, level))
-      case Section(title, inner):
-        yield from (f"{'#' * level} {title}", "", *_markdown(inner, level + 1))
+          lines += [f"![{f.caption}]({FIGURES}/{f.name}.svg)", "", f"{f.caption}.", ""]
+          lines += _folded_markdown("values", tables.markdown(f.values))
+      case Folded(summary) if inner := _markdown(block.blocks, level):
+        lines += _folded_markdown(summary, inner)
+      case Section(title) if inner := _markdown(block.blocks, level + 1):
+        lines += [f"{'#' * level} {title}", "", *inner]
+  return lines
 
 
-def _folded_markdown(summary: str, lines: Iterator[str] | list[str]) -> Iterator[str]:
-  yield from (f"<details><summary>{html.escape(summary)}</summary>", "", *lines, "</details>", "")
+def _folded_markdown(summary: str, lines: list[str]) -> list[str]:
+  return [f"<details><summary>{html.escape(summary)}</summary>", "", *lines, "</details>", ""]
 
 
 # ---- HTML ----------------------------------------------------------------------------------------
@@ -129,54 +124,54 @@ def _folded_markdown(summary: str, lines: Iterator[str] | list[str]) -> Iterator
 COLOURS = sorted({INK, MUTED, GRID, *(colour for colour, _ in STYLES.values())})
 
 
-def _variables(dark: bool) -> str:
-  return "".join(f"--{c[1:].lower()}:{DARK.get(c, c) if dark else c};" for c in COLOURS)
-
-
 def _style() -> str:
   """page.css, and the colours of the figures on a light and on a dark page."""
-  light, dark = (f":root{{{_variables(dark)}}}" for dark in (False, True))
+  light, dark = (
+    "".join(f"--{c[1:].lower()}:{changed.get(c, c)};" for c in COLOURS) for changed in ({}, DARK)
+  )
   sheet = pathlib.Path(__file__).with_name("page.css").read_text()
-  return f"{light}\n@media (prefers-color-scheme: dark) {{{dark}}}\n{sheet}"
+  return f":root{{{light}}}\n@media (prefers-color-scheme: dark) {{:root{{{dark}}}}}\n{sheet}"
 
 
-def to_html(page: Page) -> str:
-  sections = list(enumerate((s for s in page.sections if _present([s])), 1))
-  links = "".join(f'<li><a href="#s{n}">{_text(s.title)}</a></li>' for n, s in sections)
+def to_html(title: str, sections: Sequence[Section]) -> str:
+  present = [(s.title, lines) for s in sections if (lines := _html(s.blocks, level=3))]
+  numbered = list(enumerate(present, 1))
+  links = "".join(f'<li><a href="#s{n}">{_text(name)}</a></li>' for n, (name, _) in numbered)
   return "\n".join(
     [
       '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
       '<meta name="viewport" content="width=device-width, initial-scale=1">',
-      f"<title>{_text(page.title)}</title>\n<style>\n{_style()}\n</style>\n</head>\n<body>",
-      f'<header><h1>{_text(page.title)}</h1>\n<nav aria-label="Contents"><ul>{links}</ul></nav>',
+      f"<title>{_text(title)}</title>\n<style>\n{_style()}\n</style>\n</head>\n<body>",
+      f'<header><h1>{_text(title)}</h1>\n<nav aria-label="Contents"><ul>{links}</ul></nav>',
       "</header>\n<main>",
-      *(line for n, s in sections for line in _section(s, 2, f' id="s{n}"')),
+      *(x for n, (name, lines) in numbered for x in _section(name, lines, 2, f' id="s{n}"')),
       "<footer>Made by scripts/report.py of NanoSAM.</footer>\n</main>\n</body>\n</html>\n",
     ]
   )
 
 
-def _section(section: Section, level: int, attributes: str = "") -> Iterator[str]:
-  yield f"<section{attributes}><h{level}>{_text(section.title)}</h{level}>"
-  yield from (*_html(section.blocks, level + 1), "</section>")
+def _section(title: str, lines: list[str], level: int, attributes: str = "") -> list[str]:
+  heading = f"<section{attributes}><h{level}>{_text(title)}</h{level}>"
+  return [heading, *lines, "</section>"]
 
 
-def _html(blocks: Sequence[Block], level: int) -> Iterator[str]:
-  for block in _present(blocks):
+def _html(blocks: Sequence[Block], level: int) -> list[str]:
+  lines: list[str] = []
+  for block in blocks:
     match block:
-      case Text(text):
-        yield f"<p>{_text(text)}</p>"
-      case Items(items):
-        yield f"<ul>{''.join(f'<li>{_text(item)}</li>' for item in items)}</ul>"
-      case Grid(caption, table):
-        yield _table(table, caption)
-      case Figures(drawn):
-        yield f'<div class="figures">{"".join(map(_figure, drawn))}</div>'
-      case Folded(summary, inner):
-        yield f"<details><summary>{_text(summary)}</summary>"
-        yield from (*_html(inner, level), "</details>")
-      case Section():
-        yield from _section(block, level)
+      case Text(text) if text:
+        lines.append(f"<p>{_text(text)}</p>")
+      case Items(items) if items:
+        lines.append(f"<ul>{''.join(f'<li>{_text(item)}</li>' for item in items)}</ul>")
+      case Grid(caption, table) if table.rows:
+        lines.append(_table(table, caption))
+      case Figures(drawn) if drawn:
+        lines.append(f'<div class="figures">{"".join(map(_figure, drawn))}</div>')
+      case Folded(summary) if inner := _html(block.blocks, level):
+        lines += [f"<details><summary>{_text(summary)}</summary>", *inner, "</details>"]
+      case Section(title) if inner := _html(block.blocks, level + 1):
+        lines += _section(title, inner, level)
+  return lines
 
 
 def _text(text: str) -> str:

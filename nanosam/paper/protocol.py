@@ -104,10 +104,7 @@ class Lab:
     return f"{os.path.relpath(ROOT / 'configs' / setting.config)}:{text}"
 
   def config(self, setting: Setting, method: str, overrides: Overrides | None = None) -> Any:
-    c = config_lib.load(self.spec(setting, method))
-    for key, value in {**self.shared, **(overrides or {})}.items():
-      config_lib.override(c, key, str(value))
-    return c
+    return sweeps.resolve(self.spec(setting, method), {**self.shared, **(overrides or {})})
 
   @functools.cached_property
   def vocabulary(self) -> int:
@@ -224,18 +221,15 @@ class Lab:
   def factor(self, setting: Setting, name: str) -> Overrides:
     """The keys that a factor changes."""
     c = self.config(setting, ADAMW)
-    match name:
-      case "small_batch":
-        batch = {"batch_size": c.batch_size // 4, "eval_every_steps": 4 * c.eval_every_steps}
-        return {**batch, **self.length(setting, 4 * c.opt.num_train_steps)}
-      case "long":
-        return self.length(setting, 2 * c.opt.num_train_steps)
-      case "paper_variant":
-        return {"opt.precond_variant": "paper"}
-      case "bf16":
-        return {"model.dtype": "bfloat16"}
-      case _:
-        return {"model.tied": False}
+    quarter = {"batch_size": c.batch_size // 4, "eval_every_steps": 4 * c.eval_every_steps}
+    changes: dict[str, Overrides] = {
+      "small_batch": {**quarter, **self.length(setting, 4 * c.opt.num_train_steps)},
+      "long": self.length(setting, 2 * c.opt.num_train_steps),
+      "paper_variant": {"opt.precond_variant": "paper"},
+      "bf16": {"model.dtype": "bfloat16"},
+      "untied": {"model.tied": False},
+    }
+    return changes[name]
 
   def equal_compute(self, setting: Setting) -> dict[str, int]:
     """Steps by method: AdamW's doubled, and for each other as many as AdamW's normal run pays."""

@@ -1,18 +1,135 @@
 """A page about any folder of runs and results."""
 
+import dataclasses
+import functools
 import json
+import math
 import pathlib
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from nanosam.paper import page
+from nanosam.paper import findings, measures, page
 from nanosam.paper.experiments import ADAMW
-from nanosam.paper.findings import RESULTS_FILE, experiment_blocks
-from nanosam.paper.page import Folded, Grid, Items, Page, Section, Text
-from nanosam.paper.protocol import SCHEDULE, TUNED
-from nanosam.paper.run_set import RunSet
-from nanosam.study import comparable, tables
-from nanosam.study.runs import FINISHED, Run, all_runs, run_id
+from nanosam.paper.findings import RESULTS_FILE
+from nanosam.paper.page import Figure, Figures, Folded, Grid, Items, Section, Text
+from nanosam.paper.protocol import SCHEDULE, TUNED, tuned_keys
+from nanosam.run.metrics_file import METRICS_FILE, read_metrics
+from nanosam.study import comparable, comparison, figures, tables
+from nanosam.study.runs import FINISHED, Run, all_runs, find_copies
 from nanosam.study.tables import Table
 from nanosam.system.errors import UsageError, UserError
+
+Copies = Mapping[pathlib.Path, Sequence[pathlib.Path]]  # of a run, by its workdir
+EQUAL_COST = (
+  "At equal compute or time a method that costs more is earlier in its learning-rate schedule: for "
+  "a fair race train it with a schedule for that budget."
+)
+
+
+@dataclasses.dataclass
+class RunSet:
+  """Runs that differ only in method, tuned keys and seeds, and how they compare."""
+
+  name: str  # prefix of its figures' names
+  label: str
+  runs: Sequence[Run]
+  copies: Copies
+
+  def __post_init__(self) -> None:
+    self.report = comparison.compare(self.runs, tune=tuned_keys(self.runs))
+    self.groups = [g for g in self.report.groups if math.isfinite(g.mean)]
+
+  @functools.cached_property
+  def records(self) -> dict[pathlib.Path, list[dict[str, Any]]]:
+    """Every record of the runs that the figures show, by workdir."""
+    return {
+      run.path: [
+        record
+        for place in (run.path, *self.copies.get(run.path, []))
+        for record in read_metrics(place / METRICS_FILE)
+      ]
+      for g in self.groups
+      for run in g.best.runs.values()
+    }
+
+  def section(self) -> Section:
+    report = self.report.to_json()
+    sharpness = measures.sharpness_table(measures.collect(self.groups, "sharpness"), {})
+    pruned = findings.pruning_figure(measures.collect(self.groups, "prune"), self.name)
+    return Section(
+      f"Runs: {self.label}",
+      [
+        *findings.comparison_blocks("Eval loss after the last step", report),
+        Figures([*self.curve_figures(), *findings.rho_figure(self.report, self.name)]),
+        Text(EQUAL_COST) if self.report.group(ADAMW) else Text(""),
+        Grid("Cost, as measured while the runs were trained", self.cost()),
+        Section("Parts of the curvature over training", [Figures([*self.tau_figures()])]),
+        Section("Final models", [Grid("Sharpness", sharpness), Figures(pruned)]),
+        findings.tried_block(report),
+        Folded("How they were trained", [Grid("How they were trained", self.facts())]),
+      ],
+    )
+
+  def curve_figures(self) -> Iterator[Figure]:
+    """Of each method's best setting."""
+    for axis in comparison.VIEWS.values():
+      losses, gaps = figures.best_curves(self.groups, axis.key)
+      yield Figure(
+        f"{self.name}-loss-{axis.key}",
+        f"Eval loss against {axis.label}",
+        findings.values_of(axis.label, losses, ".4f"),
+        functools.partial(figures.losses, curves=losses, x_label=axis.label),
+      )
+      if gaps:
+        yield Figure(
+          f"{self.name}-gap-{axis.key}",
+          f"Eval loss minus {ADAMW}'s at equal {axis.label}, paired by seed",
+          findings.values_of(axis.label, gaps, "+.4f"),
+          functools.partial(figures.gaps, curves=gaps, x_label=axis.label),
+        )
+
+  def tau_figures(self) -> Iterator[Figure]:
+    for g in self.groups:
+      records = [self.records[run.path] for run in g.best.runs.values()]
+      for prefix, what in (("tau", "along g"), ("tau_precond", "along M⁻¹g")):
+        if curves := figures.tau_curves(records, prefix):
+          yield Figure(
+            f"{self.name}-{prefix}-{g.label}",
+            f"tau of {g.label} over training, {what}",
+            findings.values_of("steps", curves, ".4f"),
+            functools.partial(figures.taus, runs={g.label: curves}),
+          )
+
+  def cost(self) -> Table:
+    """Of each method's best setting."""
+    found = {}
+    for g in self.groups:
+      runs = list(g.best.runs.values())
+      flops = statistics.fmean(run.evals[-1]["compute"] / run.evals[-1]["step"] for run in runs)
+      records = [r for run in runs for r in self.records[run.path] if "perf/step_time" in r]
+      seconds, speed = (
+        statistics.median([r[f"perf/{name}"] for r in records]) if records else math.nan
+        for name in ("step_time", "tokens_per_sec")
+      )
+      found[g.label] = flops, seconds, speed, g.spent("time") / 60
+    base_flops, base_seconds, *_ = found.get(ADAMW, [math.nan] * 4)
+    rows = []
+    for method, (flops, seconds, speed, minutes) in found.items():
+      row = [(flops, ".3g"), (flops / base_flops, ".2f"), (seconds, ".3g")]
+      row += [(seconds / base_seconds, ".2f"), (speed, ".0f"), (minutes, ".1f")]
+      rows.append([method, *(tables.number(value, form) for value, form in row)])
+    head = ["method", "FLOPs a step", f"to {ADAMW}", "seconds a step", f"to {ADAMW}"]
+    return Table([*head, "tokens a second", "minutes in all"], rows)
+
+  def facts(self) -> Table:
+    """What the runs share, or every value that occurs."""
+    keys = "model.D model.N model.H model.L batch_size opt.num_train_steps opt.base".split()
+    keys += ["model.dtype", "data.source"]
+    facts = {k: {str(r.keys[k]) for r in self.runs} for k in keys}
+    for name in ("parameters", "data", "eval_set", "devices", "git_commit"):
+      facts[name] = {json.dumps(r.environment.get(name)) for r in self.runs}
+    return Table(["what", "value"], [[k, "; ".join(sorted(v))] for k, v in facts.items()])
 
 
 def write(folders: list[pathlib.Path], out: pathlib.Path) -> list[str]:
@@ -37,26 +154,23 @@ def write(folders: list[pathlib.Path], out: pathlib.Path) -> list[str]:
     Section("All runs", [Folded(f"{len(runs)} runs", [Grid("All runs", run_table(runs))])]),
     Section("Left out", [Items(notes)]),
   ]
-  Page(title, sections).write(out)
+  page.write(out, title, sections)
   return notes
 
 
-def read_runs(
-  folders: list[pathlib.Path],
-) -> tuple[list[Run], dict[pathlib.Path, Run], list[str]]:
-  """Every run once; another copy of one (fig2 measures taus) by the workdir of the first; notes."""
+def read_runs(folders: list[pathlib.Path]) -> tuple[list[Run], Copies, list[str]]:
+  """Every run once; other workdirs of it (fig2 measures taus); notes."""
   found, notes = all_runs(folders)
-  runs: dict[str, Run] = {}
-  copies = {}
-  for run in sorted(found, key=lambda r: r.state != FINISHED):
-    first = runs.setdefault(run_id(run.keys), run)
-    if first is not run:
-      copies[first.path] = run
-      notes.append(f"{run.path} is the same run as {first.path}: it counts once")
-  return list(runs.values()), copies, notes
+  found.sort(key=lambda r: r.state != FINISHED)
+  copies: dict[pathlib.Path, list[pathlib.Path]] = {}
+  for first, other in find_copies(found):
+    copies.setdefault(first.path, []).append(other.path)
+    notes.append(f"{other.path} is the same run as {first.path}: it counts once")
+  others = {path for paths in copies.values() for path in paths}
+  return [run for run in found if run.path not in others], copies, notes
 
 
-def make_sets(runs: list[Run], copies: dict[pathlib.Path, Run]) -> list[RunSet]:
+def make_sets(runs: list[Run], copies: Copies) -> list[RunSet]:
   """Those with a finished run; each has a label of its own."""
   found = [
     members
@@ -101,14 +215,9 @@ def summary(runs: list[Run], sets: list[RunSet]) -> Section:
   rows = []
   for s in shown(sets):
     best = min(s.report.to_json()["groups"], key=lambda g: g["loss"])
-    i = tables.interval(best)
-    rows.append(
-      [
-        *(s.label, best["label"], f"{best['loss']:.4f}"),
-        tables.number(best["difference"], "+.4f"),
-        f"{i['low']:+.4f} to {i['high']:+.4f}" if i else "",
-      ]
-    )
+    difference = tables.number(best["difference"], "+.4f")
+    loss, interval = f"{best['loss']:.4f}", tables.interval_text(best)
+    rows.append([s.label, best["label"], loss, difference, interval])
   head = ["setting", "best method", "eval loss", f"minus {ADAMW}", "interval"]
   return Section("In short", [Text(text), Grid("Best of each setting", Table(head, rows))])
 
@@ -116,16 +225,14 @@ def summary(runs: list[Run], sets: list[RunSet]) -> Section:
 def run_table(runs: list[Run]) -> Table:
   rows = []
   for run in sorted(runs, key=lambda r: (r.keys["opt.method"], str(r.path))):
-    last = run.evals[-1] if run.evals else {}
+    settings = tables.settings({k: run.keys[k] for k in TUNED if k in run.keys})
+    names = ("loss", "loss_sem", "bits_per_byte")
+    last = [(run.evals[-1] if run.evals else {}).get(f"eval/{name}") for name in names]
     rows.append(
       [
-        *(run.path.name, run.keys["opt.method"], str(run.keys["seed"])),
-        tables.settings({k: run.keys[k] for k in TUNED if k in run.keys}),
-        f"{run.step} of {run.steps}",
-        run.state,
-        tables.number(last.get("eval/loss"), ".4f"),
-        tables.number(last.get("eval/loss_sem"), ".4f"),
-        tables.number(last.get("eval/bits_per_byte"), ".4f"),
+        *(run.path.name, run.keys["opt.method"], str(run.keys["seed"]), settings),
+        *(f"{run.step} of {run.steps}", run.state),
+        *(tables.number(x, ".4f") for x in last),
       ]
     )
   head = ["run", "method", "seed", "settings", "steps", "state", "eval loss", "sem", "bits/byte"]
@@ -141,7 +248,7 @@ def read_experiments(folders: list[pathlib.Path]) -> tuple[list[Section], list[s
   for number, path in enumerate(tables_first):
     try:
       results = json.loads(path.read_text())
-      blocks = experiment_blocks(results, f"experiment{number}")
+      blocks = findings.experiment_blocks(results, f"experiment{number}")
       if results["experiment"].startswith("fig"):
         blocks.append(Text(where))
       sections.append(Section(f"{results['experiment']}, {results['scale']}", blocks))

@@ -1,14 +1,14 @@
 """Runs the stages of an experiment, or tells what they would cost."""
 
 import json
-import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from nanosam.paper import protocol
 from nanosam.paper.protocol import Lab
 from nanosam.run import flops
 from nanosam.study import backends, runs
+from nanosam.study.backends import say
 from nanosam.study.sweeps import Job
 
 DEVICES = {
@@ -23,27 +23,17 @@ DEVICES = {
 ENDED = (runs.FINISHED, runs.DIVERGED)  # a run that diverges is a result
 
 
-def train(
-  lab: Lab, stage: str, backend: str, parallel: int, argv: list[str], say: Callable[[str], None]
-) -> bool:
+def train(lab: Lab, stage: str, backend: str, parallel: int, argv: list[str]) -> bool:
   """Trains what is missing of a stage; False if the runs were queued and have yet to end."""
   for earlier in lab.stages[: lab.stages.index(stage)][:2]:  # those that tune
-    if missing := [job for job in lab.jobs(earlier) if not _ended(job)]:
+    if missing := backends.missing(lab.jobs(earlier), ENDED):
       say(f"warning: stage {earlier} is incomplete ({len(missing)} runs): {stage} builds on it")
   jobs = lab.jobs(stage)
   _record(lab, stage, jobs, argv)
   say(f"{lab.name}, {lab.scale}, stage {stage}: {len(jobs)} runs")
-  outcomes = backends.execute(jobs, backend, parallel, say, done=ENDED)
+  ended = backends.execute(jobs, backend, parallel, argv, ENDED)
   lab.forget()
-  say(backends.table(jobs, outcomes))
-  rest = {k: v for k, v in outcomes.items() if v != runs.DIVERGED}
-  backends.check_outcomes(rest, shlex.join(["python", *argv]))
-  return backends.QUEUED not in outcomes.values()
-
-
-def _ended(job: Job) -> bool:
-  run = job.stored()
-  return run is not None and run.state in ENDED
+  return ended
 
 
 def _record(lab: Lab, stage: str, jobs: Sequence[Job], argv: list[str]) -> None:

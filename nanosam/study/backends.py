@@ -4,10 +4,11 @@ import argparse
 import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from nanosam.run.metrics_file import METRICS_FILE
@@ -20,11 +21,8 @@ LOG_FILE = "train.log"
 # What became of a job, besides the states of a run.
 SKIPPED, FAILED, INTERRUPTED, WAITING = "finished before", "failed", "interrupted", "not started"
 QUEUED = "in the queue"
-GOOD = (runs.FINISHED, SKIPPED, QUEUED)
 LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
 RECORDS = (CONFIG_FILE, METRICS_FILE, runs.SEQUENCES_FILE)  # these tell how a run ended
-Say = Callable[[str], None]
-
 
 # Signals that ask us to stop, and what the runs get; SIGHUP is a terminal that closes.
 STOPPING = {
@@ -35,11 +33,11 @@ STOPPING = {
 
 
 class SignalRelay:
-  """Collects the signals that ask this process to stop, to be passed on to its children."""
+  """Collects the signals that ask this process to stop; true once there was one."""
 
   def __init__(self) -> None:
     self._received: list[signal.Signals] = []
-    self._passed = 0  # how many of them pending() has returned
+    self._passed = 0  # how many of them pass_on() has sent
 
   def __enter__(self) -> "SignalRelay":
     heard = [s for s in STOPPING if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores SIGHUP
@@ -54,121 +52,109 @@ class SignalRelay:
     self._received.append(signal.Signals(number))  # only that: a child may be about to start
 
   def __bool__(self) -> bool:
-    """Whether we were asked to stop."""
     return bool(self._received)
 
-  def pending(self) -> list[signal.Signals]:
-    """What to send to the children now."""
+  def pass_on(self, children: Iterable[subprocess.Popen[Any]]) -> None:
+    """Sends them what has come since the last call."""
     new = self._received[self._passed :]
     self._passed += len(new)
-    return [STOPPING[number] for number in new]
+    for number in new:
+      for child in children:
+        child.send_signal(STOPPING[number])
 
 
-class Local:
-  """Trains in processes of this machine, `parallel` at a time."""
+def local(
+  todo: Sequence[Job],
+  parallel: int,
+  command: Callable[[Job], list[str]] = lambda job: job.command,
+  fetch: Callable[[Job], None] = lambda job: None,
+) -> dict[str, str]:
+  """Trains in processes of this machine, `parallel` at a time; what became of each, by id.
 
-  def __init__(self, parallel: int, say: Say):
-    self._parallel, self._say = parallel, say
-    self._active: dict[int, tuple[Job, subprocess.Popen[bytes], float]] = {}  # by slot
-
-  def __call__(self, todo: Sequence[Job]) -> dict[str, str]:
-    """Trains every run; what became of each, by id."""
-    outcomes = {job.id: WAITING for job in todo}
-    waiting, announced = list(todo), False
-    with SignalRelay() as stop:
-      while self._active or (waiting and not stop):
-        for slot in range(self._parallel):
-          if slot not in self._active and waiting and not stop:
-            self._start(slot, waiting.pop(0), f"{len(todo) - len(waiting)}/{len(todo)}")
-        time.sleep(0.05)
-        if stop and not announced:
-          announced = True
-          self._say("stopping: the runs under way save first; ctrl-C again leaves at once")
-        for number in stop.pending():
-          for _, process, _ in self._active.values():
-            process.send_signal(number)
-        for job, outcome in self._collect(bool(stop)):
+  `fetch` brings the records of a run that has ended to its workdir.
+  """
+  outcomes = {job.id: WAITING for job in todo}
+  waiting, announced = list(todo), False
+  active: dict[int, tuple[Job, subprocess.Popen[bytes], float]] = {}  # by slot
+  with SignalRelay() as stop:
+    while active or (waiting and not stop):
+      for slot in range(parallel):
+        if slot not in active and waiting and not stop:
+          job = waiting.pop(0)
+          active[slot] = job, _start(command(job), job, slot, parallel), time.monotonic()
+          say(f"[{len(todo) - len(waiting)}/{len(todo)}] {job.id}: started")
+      time.sleep(0.05)
+      if stop and not announced:
+        announced = True
+        say("stopping: the runs under way save first; ctrl-C again leaves at once")
+      stop.pass_on([process for _, process, _ in active.values()])
+      for slot, (job, process, since) in list(active.items()):
+        if process.poll() is not None:
+          del active[slot]
+          fetch(job)
+          outcome = outcomes[job.id] = outcome_of(job, process.returncode, bool(stop))
+          say(f"{job.id}: {outcome} after {time.monotonic() - since:.0f} s{_why(job, outcome)}")
           if outcome == INTERRUPTED and not stop:
             waiting.insert(0, job)
-          outcomes[job.id] = outcome
-    return outcomes
-
-  def command(self, job: Job) -> list[str]:
-    return job.command
-
-  def fetch(self, job: Job) -> None:
-    """Copies the records of a run that has ended to its workdir; here they are there already."""
-
-  def _start(self, slot: int, job: Job, number: str) -> None:
-    job.workdir.mkdir(parents=True, exist_ok=True)
-    with open(job.workdir / LOG_FILE, "ab") as log:
-      process = subprocess.Popen(
-        self.command(job),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        env={**os.environ, **share_of_devices(slot, self._parallel, os.environ)},
-        start_new_session=True,  # a terminal's ctrl-C reaches it only through us, once
-      )
-    self._say(f"[{number}] {job.id}: started")
-    self._active[slot] = job, process, time.monotonic()
-
-  def _collect(self, stopped: bool) -> Iterator[tuple[Job, str]]:
-    for slot, (job, process, since) in list(self._active.items()):
-      if process.poll() is None:
-        continue
-      del self._active[slot]
-      self.fetch(job)
-      outcome = outcome_of(job, process.returncode, stopped)
-      seconds = time.monotonic() - since
-      self._say(f"{job.id}: {outcome} after {seconds:.0f} s{_why(job, outcome)}")
-      yield job, outcome
+  return outcomes
 
 
-class Tpu(Local):
+def _start(command: list[str], job: Job, slot: int, parallel: int) -> subprocess.Popen[bytes]:
+  job.workdir.mkdir(parents=True, exist_ok=True)
+  with open(job.workdir / LOG_FILE, "ab") as log:
+    return subprocess.Popen(
+      command,
+      stdin=subprocess.DEVNULL,
+      stdout=log,
+      stderr=log,
+      env={**os.environ, **share_of_devices(slot, parallel, os.environ)},
+      start_new_session=True,  # a terminal's ctrl-C reaches it only through us, once
+    )
+
+
+def tpu(todo: Sequence[Job], parallel: int) -> dict[str, str]:
   """Trains each run on a TPU slice of its own."""
+  remote = os.environ.get("NANOSAM_REMOTE", "").rstrip("/")
+  if "://" not in remote:
+    raise UsageError("--backend=tpu: set NANOSAM_REMOTE=gs://BUCKET/DIR, the workdirs' folder")
 
-  def __init__(self, parallel: int, say: Say):
-    super().__init__(parallel, say)
-    self._remote = os.environ.get("NANOSAM_REMOTE", "").rstrip("/")
-    if "://" not in self._remote:
-      raise UsageError("--backend=tpu: set NANOSAM_REMOTE=gs://BUCKET/DIR, the workdirs' folder")
-
-  def command(self, job: Job) -> list[str]:
+  def command(job: Job) -> list[str]:
     name = "nanosam-" + re.sub("[^a-z0-9]+", "-", job.id.lower())[-40:].strip("-")
-    workdir = f"{self._remote}/{job.id}"
-    return ["bash", str(LAUNCH / "tpu_pod.sh"), "run", name, *job.arguments(workdir)]
+    script = str(LAUNCH / "tpu_pod.sh")
+    return ["bash", script, "run", name, *job.arguments(f"{remote}/{job.id}")]
 
-  def fetch(self, job: Job) -> None:
-    files = [f"{self._remote}/{job.id}/{file}" for file in RECORDS]
+  def fetch(job: Job) -> None:
+    files = [f"{remote}/{job.id}/{file}" for file in RECORDS]
     subprocess.run(["gcloud", "storage", "cp", *files, f"{job.workdir}/"], capture_output=True)
 
+  return local(todo, parallel, command, fetch)
 
-class Slurm:
+
+def slurm(todo: Sequence[Job], parallel: int) -> dict[str, str]:
   """Submits every run to the queue, which decides when, and how many at a time."""
 
-  def __init__(self, parallel: int, say: Say):
-    self._say = say
-
-  def __call__(self, todo: Sequence[Job]) -> dict[str, str]:
-    queued = self._call("squeue", "--me", "--noheader", "--format=%j").split()
-    for job in todo:
-      if job.id not in queued:
-        if (job.workdir / LOG_FILE).exists():  # it was submitted before
-          self._say(f"{job.id}: {state(job)}{_why(job, state(job))}; submitted again")
-        job.workdir.mkdir(parents=True, exist_ok=True)
-        options = [f"--job-name={job.id}", f"--output={job.workdir / LOG_FILE}"]
-        script = str(LAUNCH / "slurm.sbatch")
-        self._say(self._call("sbatch", *options, script, *job.arguments(job.workdir)).strip())
-    return {job.id: QUEUED for job in todo}
-
-  def _call(self, *words: str) -> str:
+  def call(*words: str) -> str:
     try:
       return subprocess.run(words, check=True, capture_output=True, text=True).stdout
     except FileNotFoundError as e:
       raise UserError(f"no {words[0]} here: start the sweep where jobs are submitted") from e
     except subprocess.CalledProcessError as e:
       raise UserError(f"{words[0]}: {' '.join(e.stderr.split())}") from e
+
+  queued = call("squeue", "--me", "--noheader", "--format=%j").split()
+  for job in todo:
+    if job.id not in queued:
+      if (job.workdir / LOG_FILE).exists():  # it was submitted before
+        say(f"{job.id}: {state(job)}{_why(job, state(job))}; submitted again")
+      job.workdir.mkdir(parents=True, exist_ok=True)
+      options = [f"--job-name={job.id}", f"--output={job.workdir / LOG_FILE}"]
+      script = str(LAUNCH / "slurm.sbatch")
+      say(call("sbatch", *options, script, *job.arguments(job.workdir)).strip())
+  return {job.id: QUEUED for job in todo}
+
+
+# A backend takes the jobs to run and returns what became of each.
+BACKENDS = {"local": local, "slurm": slurm, "tpu": tpu}
 
 
 def share_of_devices(slot: int, parallel: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -200,14 +186,6 @@ def _why(job: Job, outcome: str) -> str:
   return f": {reason.removeprefix('nanosam: ')} ({job.workdir / LOG_FILE})"
 
 
-# A backend takes the jobs to run and returns what became of each.
-BACKENDS: dict[str, Callable[[int, Say], Callable[[Sequence[Job]], dict[str, str]]]] = {
-  "local": Local,
-  "slurm": Slurm,
-  "tpu": Tpu,
-}
-
-
 def state(job: Job) -> str:
   stored = job.stored()
   if stored is None:
@@ -215,43 +193,47 @@ def state(job: Job) -> str:
   return stored.state if stored.state == runs.FINISHED else f"{stored.state} at step {stored.step}"
 
 
+def missing(jobs: Sequence[Job], done: Sequence[str]) -> list[Job]:
+  """Those whose run is not in one of the states `done`."""
+  return [job for job in jobs if not (run := job.stored()) or run.state not in done]
+
+
 def execute(
   jobs: Sequence[Job],
   backend: str,
   parallel: int,
-  say: Say,
+  argv: Sequence[str],
   done: Sequence[str] = (runs.FINISHED,),
-) -> dict[str, str]:
-  """Trains every run whose state is not in `done`; what became of each, by id."""
-  todo = [job for job in jobs if not (run := job.stored()) or run.state not in done]
+) -> bool:
+  """Trains what is missing and says what became of all; whether they have ended, or are queued.
+
+  Raises what the exit code of the command `argv` should be, which resumes the sweep.
+  """
+  todo = missing(jobs, done)
   outcomes = {job.id: SKIPPED for job in jobs}
   if todo:
     say(f"{len(jobs)} runs, {len(jobs) - len(todo)} finished before")
-    outcomes |= BACKENDS[backend](parallel, say)(todo)
-  return outcomes
-
-
-def check_outcomes(outcomes: Mapping[str, str], command: str) -> None:
-  """Raises what the exit code of the sweep, which `command` resumes, should be."""
-  values = list(outcomes.values())
-  if INTERRUPTED in values or WAITING in values:
-    done = sum(v in GOOD for v in values)
-    raise Interrupted(f"stopped with {done} of {len(values)} runs finished; resume with: {command}")
-  if bad := [name for name, v in outcomes.items() if v not in GOOD]:
-    raise UserError(
-      f"{len(bad)} of {len(values)} runs are not finished ({', '.join(bad[:3])}"
-      f"{', ...' if len(bad) > 3 else ''}); see their {LOG_FILE}; to try them again: {command}"
-    )
-
-
-def table(jobs: Sequence[Job], outcomes: Mapping[str, str]) -> str:
+    outcomes |= BACKENDS[backend](todo, parallel)
   width = max((len(job.id) for job in jobs), default=0)
-  lines = []
   for job in jobs:
     stored = job.stored()
     loss = f"{stored.evals[-1]['eval/loss']:.4f}" if stored and stored.evals else ""
-    lines.append(f"{job.id:<{width}}  {loss:>8}  {outcomes[job.id]}")
-  return "\n".join(lines)
+    say(f"{job.id:<{width}}  {loss:>8}  {outcomes[job.id]}")
+  command, values = shlex.join(["python", *argv]), list(outcomes.values())
+  bad = [name for name, v in outcomes.items() if v not in (*done, SKIPPED, QUEUED)]
+  if INTERRUPTED in values or WAITING in values:
+    finished = f"{len(jobs) - len(bad)} of {len(jobs)}"
+    raise Interrupted(f"stopped with {finished} runs finished; resume with: {command}")
+  if bad:
+    raise UserError(
+      f"{len(bad)} of {len(jobs)} runs are not finished ({', '.join(bad[:3])}"
+      f"{', ...' if len(bad) > 3 else ''}); see their {LOG_FILE}; to try them again: {command}"
+    )
+  return QUEUED not in values
+
+
+def say(line: str) -> None:
+  print(line, flush=True)
 
 
 def add_backend_arguments(p: argparse.ArgumentParser) -> None:

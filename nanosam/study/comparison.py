@@ -32,6 +32,7 @@ from nanosam.study.comparable import check_comparable
 from nanosam.study.runs import AXES, DIVERGED, FINISHED, Run
 from nanosam.system.errors import UsageError, UserError
 
+ADAMW = "adamw"  # the usual baseline
 CONFIDENCE = 0.95
 VIEWS = {name: axis for name, axis in AXES.items() if name != "tokens"}  # tokens go with steps
 
@@ -107,7 +108,7 @@ def compare(
   *,
   by: Sequence[str] = ("opt.method",),
   tune: Sequence[str] = (),
-  baseline: str = "adamw",
+  baseline: str = ADAMW,
   view: str = "steps",
   target: float | None = None,
   confidence: float = CONFIDENCE,
@@ -184,25 +185,21 @@ def _group(
 
   cells = []
   for runs in _split(members, tune).values():
-    values = {k: runs[0].keys[k] for k in tune if k in runs[0].keys}
-    _refuse_same_seeds(runs)
-    losses = {r.replicate: loss(r) for r in sorted(runs, key=lambda r: r.replicate)}
-    cells.append(Cell(values, losses, {r.replicate: r for r in runs if r.state == FINISHED}))
+    cell = Cell({k: runs[0].keys[k] for k in tune if k in runs[0].keys}, {}, {})
+    for run in sorted(runs, key=lambda r: r.replicate):
+      if run.replicate in cell.losses:  # they differ in what is not compared, like eval_every_steps
+        same = " and ".join(str(r.path) for r in runs if r.replicate == run.replicate)
+        raise UsageError(
+          f"{same} have the same settings, seed and data_seed: only one of them can count; leave "
+          "the other out"
+        )
+      cell.losses[run.replicate] = loss(run)
+      if run.state == FINISHED:
+        cell.runs[run.replicate] = run
+    cells.append(cell)
   shared = set.intersection(*(set(c.losses) for c in cells))
   best = min(cells, key=lambda c: c.mean(shared))
   return Group(label, {k: members[0].keys.get(k) for k in by}, cells, best)
-
-
-def _refuse_same_seeds(runs: Iterable[Run]) -> None:
-  """Runs of one cell may still differ in what is not compared, such as how often they evaluate."""
-  seen: dict[tuple[int, int], Run] = {}
-  for run in runs:
-    if other := seen.get(run.replicate):
-      raise UsageError(
-        f"{other.path} and {run.path} have the same settings, seed and data_seed: only one of them "
-        "can count; leave the other out"
-      )
-    seen[run.replicate] = run
 
 
 def difference(
@@ -227,24 +224,17 @@ def difference(
   return Difference(float(delta_S.mean()), len(common), intervals)
 
 
-def reach(x: np.ndarray, y: np.ndarray, target: float) -> float | None:
-  """Where a curve first reaches the target, interpolated between its points."""
-  below = np.flatnonzero(y <= target)
-  if not len(below):
-    return None
-  i = int(below[0])
-  if i == 0:
-    return float(x[0])
-  share = (y[i - 1] - target) / (y[i - 1] - y[i])
-  return float(x[i - 1] + share * (x[i] - x[i - 1]))
-
-
 def _to_target(cell: Cell, axis: str, target: float) -> float | None:
+  """Where the curve, averaged over seeds, first reaches the target; interpolated."""
   curves = [run.curve(axis) for run in cell.runs.values()]
   if len(curves) < len(cell.losses) or len({len(x) for x, _ in curves}) > 1:
     return None  # one diverged, or they were not evaluated at the same steps
   x, y = np.mean(curves, axis=0)
-  return reach(x, y, target)
+  below = np.flatnonzero(y <= target)
+  if not len(below):
+    return None
+  around = [below[0], max(below[0] - 1, 0)]
+  return float(np.interp(target, y[around], x[around]))
 
 
 def _tuning_notes(group: Group, tune: Sequence[str]) -> list[str]:

@@ -4,18 +4,14 @@ from typing import Any
 
 from nanosam.optim.methods import METHODS
 from nanosam.study import figures
-from nanosam.study.runs import AXES
+from nanosam.study.runs import AXES, Axis
 from nanosam.system.errors import UserError
 
 # Metrics by section; each list of metrics is a panel.
 LINES = {
   "Curvature: taus": {
-    "Along the gradient": ["tau/logit", "tau/func", "tau/cross"],
-    "Along the preconditioned gradient": [
-      "tau_precond/logit",
-      "tau_precond/func",
-      "tau_precond/cross",
-    ],
+    "Along the gradient": [f"tau/{kind}" for kind in figures.TAU_STYLES],
+    "Along the preconditioned gradient": [f"tau_precond/{kind}" for kind in figures.TAU_STYLES],
   },
   "Guards": {
     "Steps with a loss or gradient that is not finite": ["guard/nonfinite"],
@@ -46,18 +42,42 @@ def workspace(entity: str, project: str) -> Any:
   except ImportError:
     raise UserError("the dashboard needs wandb-workspaces: pip install -e '.[report]'") from None
   from wandb_workspaces import expr
+  from wandb_workspaces.reports import v2 as wr
 
-  sections = [
-    ws.Section("Eval loss by method", panels=_eval_panels(), is_open=True),
-    ws.Section("Loss against rho", panels=_rho_panels(), is_open=True),
+  def lines(title: str, y: list[str], axis: Axis = AXES["steps"]) -> Any:
+    return wr.LinePlot(
+      title=title,
+      x=axis.key,
+      y=[*y],
+      title_x=axis.label,
+      groupby_aggfunc="mean",
+      groupby_rangefunc="minmax",
+      max_runs_to_show=50,
+    )
+
+  evals = [lines(f"Eval loss against {a.label}", ["eval/loss"], a) for a in AXES.values()]
+  rho, loss = wr.Config("opt.rho"), wr.SummaryMetric("last_eval_loss")
+  keys = ("opt.method", "opt.rho", "opt.peak_learning_rate", "opt.weight_decay")
+  columns: list[Any] = [*map(wr.Config, keys), loss]
+  tried: list[Any] = [
+    wr.ScatterPlot(title="Last eval loss against rho", x=rho, y=loss, log_x=True),
+    wr.ParallelCoordinatesPlot(
+      title="What was tried", columns=[*map(wr.ParallelCoordinatesPlotColumn, columns)]
+    ),
   ]
-  for name, panels in LINES.items():
-    sections.append(ws.Section(name, panels=[_lines(title, y) for title, y in panels.items()]))
+  bits = lines("Bits per byte", ["eval/bits_per_byte"])
   return ws.Workspace(
     entity=entity,
     project=project,
     name="NanoSAM",
-    sections=sections,
+    sections=[
+      ws.Section("Eval loss by method", panels=[*evals, bits], is_open=True),
+      ws.Section("Loss against rho", panels=tried, is_open=True),
+      *(
+        ws.Section(name, panels=[lines(title, y) for title, y in panels.items()])
+        for name, panels in LINES.items()
+      ),
+    ],
     settings=ws.WorkspaceSettings(x_axis="step", max_runs=50),
     runset_settings=ws.RunsetSettings(
       groupby=[expr.Config("opt.method"), expr.Config("opt.rho")],
@@ -66,37 +86,3 @@ def workspace(entity: str, project: str) -> Any:
       pinned_columns=["summary:last_eval_loss", "summary:best_eval_loss", "config:seed.value"],
     ),
   )
-
-
-def _lines(title: str, y: list[str], axis: str = "steps") -> Any:
-  import wandb_workspaces.reports.v2 as wr
-
-  return wr.LinePlot(
-    title=title,
-    x=AXES[axis].key,
-    y=[*y],
-    title_x=AXES[axis].label,
-    groupby_aggfunc="mean",
-    groupby_rangefunc="minmax",
-    max_runs_to_show=50,
-  )
-
-
-def _eval_panels() -> list[Any]:
-  titles = {name: f"Eval loss against {axis.label}" for name, axis in AXES.items()}
-  panels = [_lines(title, ["eval/loss"], name) for name, title in titles.items()]
-  return [*panels, _lines("Bits per byte", ["eval/bits_per_byte"])]
-
-
-def _rho_panels() -> list[Any]:
-  import wandb_workspaces.reports.v2 as wr
-
-  loss = wr.SummaryMetric("last_eval_loss")
-  keys = ("opt.method", "opt.rho", "opt.peak_learning_rate", "opt.weight_decay")
-  columns = [wr.ParallelCoordinatesPlotColumn(wr.Config(key)) for key in keys]
-  return [
-    wr.ScatterPlot(title="Last eval loss against rho", x=wr.Config("opt.rho"), y=loss, log_x=True),
-    wr.ParallelCoordinatesPlot(
-      title="What was tried", columns=[*columns, wr.ParallelCoordinatesPlotColumn(loss)]
-    ),
-  ]

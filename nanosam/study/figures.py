@@ -5,22 +5,21 @@ import functools
 import importlib.util
 import io
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from nanosam.run.metrics_file import METRICS_FILE, read_metrics
-from nanosam.study.comparison import CONFIDENCE
+from nanosam.study.comparison import ADAMW, CONFIDENCE, Group
+from nanosam.study.runs import curve
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.files import disk_errors
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; markers for print.
 INK, MUTED, GRID = "#000000", "#777777", "#e6e6e6"
-ORANGE, SKY, GREEN, BLUE, RED, PINK, BROWN = (
-  *("#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"),
-  "#8C564B",
-)
+ORANGE, SKY, GREEN, BLUE, RED, PINK = "#E69F00 #56B4E9 #009E73 #0072B2 #D55E00 #CC79A7".split()
+BROWN = "#8C564B"
 STYLES = {
   "adamw": (INK, "o"),
   "sam": (RED, "s"),
@@ -45,12 +44,16 @@ SETTINGS: Any = {
   "font.size": 10,
   "legend.frameon": False,
   "legend.fontsize": 8.5,
+  "lines.linewidth": 1.2,
+  "lines.markersize": 4,
   "svg.fonttype": "none",  # text stays text
   "svg.hashsalt": "nanosam",  # the same figure is the same file
 }
 Target = pathlib.Path | io.StringIO  # where a figure goes: files, or the text of an SVG
-Curve = tuple[np.ndarray, np.ndarray]  # x, y
-Curves = Mapping[str, Mapping[Any, Curve]]  # by method and seed
+Points = tuple[np.ndarray, np.ndarray]  # x, y of one run
+Curve = tuple[np.ndarray, np.ndarray]  # x, and y by seed: [X] and [S, X]
+Curves = Mapping[str, Curve]  # by method
+Records = Sequence[Mapping[str, Any]]
 
 
 def check_installed() -> None:
@@ -58,8 +61,77 @@ def check_installed() -> None:
     raise UserError("figures need matplotlib: pip install -e '.[report]'")
 
 
+# ---- what to draw --------------------------------------------------------------------------------
+
+
+def best_curves(groups: Iterable[Group], axis: str) -> tuple[Curves, Curves]:
+  """Eval loss of each method's best setting, and its distance to AdamW's, paired by seed."""
+  runs = {g.label: {s: run.curve(axis) for s, run in g.best.runs.items()} for g in groups}
+  base = runs.get(ADAMW, {})
+  gaps = {m: g for m, by_seed in runs.items() if m != ADAMW and (g := _gap(by_seed, base))}
+  return {method: mean_curve(by_seed.values()) for method, by_seed in runs.items()}, gaps
+
+
+def mean_curve(runs: Iterable[Points]) -> Curve:
+  """Where all were evaluated; a measured x (time) is averaged."""
+  xs, ys = zip(*runs, strict=True)
+  if len({len(x) for x in xs}) == 1:
+    return np.mean(xs, 0), np.stack(ys)
+  x = functools.reduce(np.intersect1d, xs)
+  return x, np.stack([np.interp(x, *points) for points in zip(xs, ys, strict=True)])
+
+
+def _gap(by_seed: Mapping[Any, Points], base: Mapping[Any, Points]) -> Curve | None:
+  """Where both have values; None if they share no seed."""
+  common = [s for s in by_seed if s in base]
+  if not common:
+    return None
+  x, y_SxX = mean_curve([by_seed[s] for s in common])
+  first, last = (f(base[s][0][i] for s in common) for f, i in ((max, 0), (min, -1)))
+  inside = (x > first - 1e-6 * abs(first)) & (x < last + 1e-6 * abs(last))
+  base_SxX = np.stack([np.interp(x, *base[s]) for s in common])
+  return x[inside], (y_SxX - base_SxX)[:, inside]
+
+
+def tau_curves(runs: Iterable[Records], prefix: str) -> Curves:
+  """By kind, of the runs that were trained with diagnostics.every; nothing if none was."""
+  measured = [records for records in runs if any(f"{prefix}/logit" in r for r in records)]
+  return {
+    kind: mean_curve([curve(records, "step", f"{prefix}/{kind}") for records in measured])
+    for kind in (TAU_STYLES if measured else ())
+  }
+
+
+def read_taus(workdir: pathlib.Path, prefix: str) -> Curves:
+  if found := tau_curves([_records(workdir)], prefix):
+    return found
+  raise UserError(
+    f"{workdir} has no {prefix}/logit on record: train it with --config.diagnostics.every=STEPS"
+  )
+
+
+def _records(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  path = workdir / METRICS_FILE
+  if not path.is_file():
+    raise UsageError(f"{workdir} has no records: there is no {METRICS_FILE}")
+  return read_metrics(path)
+
+
+def pruning_curves(runs: Sequence[Mapping[str, Any]]) -> Curves:
+  """Eval loss by sparsity; `runs` as in prune.json."""
+  by_method: dict[str, list[Points]] = {}
+  for run in runs:
+    by_method.setdefault(run["method"], []).append(curve(run["points"], "sparsity", "loss"))
+  return {method: mean_curve(points) for method, points in by_method.items()}
+
+
+# ---- drawing -------------------------------------------------------------------------------------
+
+ONE_PANEL = (5.2, 3.5)
+
+
 @contextlib.contextmanager
-def figure(target: Target, panels: int, size: tuple[float, float]) -> Iterator[Any]:
+def figure(target: Target, size: tuple[float, float] = ONE_PANEL, panels: int = 1) -> Iterator[Any]:
   """Axes to draw on; writes target.svg and target.png, or the SVG into a buffer."""
   check_installed()
   import matplotlib
@@ -78,92 +150,61 @@ def figure(target: Target, panels: int, size: tuple[float, float]) -> Iterator[A
       fig.savefig(target.with_name(f"{stem}.png"), dpi=150)
 
 
-ONE_PANEL = (5.2, 3.5)
+def _draw(
+  ax: Any, curves: Curves, styles: Mapping[str, tuple[str, str]] = STYLES, label: str = "{}"
+) -> None:
+  """Means over seeds, with bands that are their range."""
+  for name, (x, y_SxX) in curves.items():
+    colour, marker = styles.get(name, OTHER)
+    ax.plot(x, y_SxX.mean(0), color=colour, marker=marker, label=label.format(name))
+    if len(y_SxX) > 1:
+      ax.fill_between(x, y_SxX.min(0), y_SxX.max(0), color=colour, alpha=0.2, linewidth=0)
 
 
-def losses(target: Target, runs: Curves, x_label: str, baseline: str = "") -> None:
-  """Eval loss; with a baseline, a second panel has the paired distance to it.
+def _legend_above(ax: Any) -> None:
+  """Above the axes, where it hides nothing; one for all panels."""
+  ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=3)
 
-  Lines are means over seeds, bands the range over seeds.
-  """
-  with figure(target, 2 if baseline else 1, (9, 3.6) if baseline else ONE_PANEL) as (ax, *beside):
-    for method, by_seed in runs.items():
-      _band(ax, *mean_curve(by_seed), *STYLES.get(method, OTHER), method)
+
+def losses(target: Target, curves: Curves, x_label: str, gaps: Curves | None = None) -> None:
+  """Eval loss; beside it the distances to AdamW, if they are given."""
+  with figure(target, *(((9, 3.6), 2) if gaps else ())) as (ax, *beside):
+    _draw(ax, curves)
     # The first evaluations are far above the rest, which is what one wants to see.
-    every = [y for by_seed in runs.values() for _, y in by_seed.values()]
-    low, top = min(y.min() for y in every), max(np.median(y) for y in every)
+    every = [y_X for _, y_SxX in curves.values() for y_X in y_SxX]
+    low, top = min(y_X.min() for y_X in every), max(np.median(y_X) for y_X in every)
     if top > low:
       ax.set_ylim(low - 0.1 * (top - low), low + 3 * (top - low))
     ax.set(xlabel=x_label, ylabel="eval loss")
     ax.legend(loc="upper right")
-    if baseline:
-      _draw_gaps(beside[0], runs, x_label, baseline)
+    if gaps:
+      _draw_gaps(beside[0], gaps, x_label)
 
 
-def gaps(target: Target, runs: Curves, x_label: str, baseline: str) -> None:
-  """The paired distance to the baseline."""
-  with figure(target, 1, ONE_PANEL) as (ax,):
-    _draw_gaps(ax, runs, x_label, baseline)
+def gaps(target: Target, curves: Curves, x_label: str) -> None:
+  """Distances to AdamW."""
+  with figure(target) as (ax,):
+    _draw_gaps(ax, curves, x_label)
     _legend_above(ax)
 
 
-def _draw_gaps(ax: Any, runs: Curves, x_label: str, baseline: str) -> None:
-  base = runs.get(baseline, {})
-  for method, by_seed in runs.items():
-    if method != baseline and (found := gap(by_seed, base)):
-      _band(ax, *found, *STYLES.get(method, OTHER), method)
+def _draw_gaps(ax: Any, curves: Curves, x_label: str) -> None:
+  _draw(ax, curves)
   ax.axhline(0, color=INK, linewidth=1)
-  ax.set(xlabel=x_label, ylabel=f"eval loss minus {baseline}")
+  ax.set(xlabel=x_label, ylabel=f"eval loss minus {ADAMW}")
 
 
-def mean_curve(by_seed: Mapping[Any, Curve]) -> Curve:
-  """(x, y by seed) where all seeds were evaluated; a measured x (time) is averaged."""
-  xs = [x for x, _ in by_seed.values()]
-  if len({len(x) for x in xs}) == 1:
-    return np.mean(xs, 0), np.stack([y for _, y in by_seed.values()])
-  x = functools.reduce(np.intersect1d, xs)
-  return x, np.stack([np.interp(x, *curve) for curve in by_seed.values()])
-
-
-def gap(by_seed: Mapping[Any, Curve], base: Mapping[Any, Curve]) -> Curve | None:
-  """(x, distance to the baseline by seed) where both have values; None if they share no seed."""
-  common = [s for s in by_seed if s in base]
-  if not common:
-    return None
-  x, y_SxX = mean_curve({s: by_seed[s] for s in common})
-  first, last = (f(base[s][0][i] for s in common) for f, i in ((max, 0), (min, -1)))
-  inside = (x > first - 1e-6 * abs(first)) & (x < last + 1e-6 * abs(last))
-  base_SxX = np.stack([np.interp(x, *base[s]) for s in common])
-  return x[inside], (y_SxX - base_SxX)[:, inside]
-
-
-def _band(ax: Any, x: np.ndarray, y_SxX: np.ndarray, colour: str, marker: str, label: str) -> None:
-  ax.plot(x, y_SxX.mean(0), color=colour, marker=marker, markersize=4, linewidth=1.2, label=label)
-  if len(y_SxX) > 1:
-    ax.fill_between(x, y_SxX.min(0), y_SxX.max(0), color=colour, alpha=0.2, linewidth=0)
-
-
-def loss_against_rho(
-  target: Target, points: Mapping[str, Sequence[tuple[float, float]]], baseline: float
-) -> None:
-  """`points[method]` = (rho, eval loss), in any order; `baseline` is AdamW's loss."""
-  with figure(target, 1, ONE_PANEL) as (ax,):
-    for method, pairs in points.items():
-      colour, marker = STYLES.get(method, OTHER)
-      x, y = zip(*sorted(pairs), strict=True)
-      ax.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.2, label=method)
-    ax.axhline(baseline, color=INK, linestyle="--", linewidth=1, label="adamw")
+def loss_against_rho(target: Target, curves: Curves, baseline: float) -> None:
+  """`baseline` is AdamW's loss."""
+  with figure(target) as (ax,):
+    _draw(ax, curves)
+    ax.axhline(baseline, color=INK, linestyle="--", linewidth=1, label=ADAMW)
     ax.set_xscale("log")
-    tried = sorted({rho for series in points.values() for rho, _ in series})
+    tried = sorted({rho for rho_X, _ in curves.values() for rho in rho_X.tolist()})
     ax.set_xticks(tried, [f"{rho:g}" for rho in tried], minor=False)
     ax.minorticks_off()
     ax.set(xlabel="rho, the length of the perturbation", ylabel="eval loss")
     _legend_above(ax)
-
-
-def _legend_above(ax: Any) -> None:
-  """Above the axes, where it hides nothing."""
-  ax.figure.legend(loc="outside upper center", ncols=3)
 
 
 class Row(NamedTuple):
@@ -176,7 +217,7 @@ class Row(NamedTuple):
 
 def differences(target: Target, rows: Sequence[Row]) -> None:
   """One line per method: the difference to AdamW with its interval, the paper's as a cross."""
-  with figure(target, 1, (6.4, 1.1 + 0.36 * len(rows))) as (ax,):
+  with figure(target, (6.4, 1.1 + 0.36 * len(rows))) as (ax,):
     for y, row in enumerate(rows):
       colour, marker = STYLES.get(row.method, OTHER)
       if row.low is not None and row.high is not None:
@@ -188,26 +229,15 @@ def differences(target: Target, rows: Sequence[Row]) -> None:
     ax.set_yticks(range(len(rows)), [row.method for row in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     cross = "; x: the paper" if any(row.paper is not None for row in rows) else ""
-    ax.set_xlabel(f"eval loss minus adamw, {CONFIDENCE:.0%} interval (left is better){cross}")
-
-
-def _records(workdir: pathlib.Path) -> list[dict[str, Any]]:
-  path = workdir / METRICS_FILE
-  if not path.is_file():
-    raise UsageError(f"{workdir} has no records: there is no {METRICS_FILE}")
-  return read_metrics(path)
+    ax.set_xlabel(f"eval loss minus {ADAMW}, {CONFIDENCE:.0%} interval (left is better){cross}")
 
 
 def run_curve(target: Target, workdir: pathlib.Path) -> None:
   """Training and eval loss of one run over its steps."""
   records = _records(workdir)
-  with figure(target, 1, (6.4, 3.6)) as (ax,):
-    for name, label, style in (
-      ("train/loss", "training", dict(color=SKY, linewidth=1)),
-      ("eval/loss", "eval", dict(color=INK, marker="o", markersize=4)),
-    ):
-      points = [(r["step"], r[name]) for r in records if name in r]
-      ax.plot(*zip(*points, strict=True), label=label, **style)
+  with figure(target, (6.4, 3.6)) as (ax,):
+    ax.plot(*curve(records, "step", "train/loss"), label="training", color=SKY)
+    ax.plot(*curve(records, "step", "eval/loss"), label="eval", color=INK, marker="o")
     ax.set(xlabel="step", ylabel="loss (nats per token)")
     ax.legend()
 
@@ -215,67 +245,42 @@ def run_curve(target: Target, workdir: pathlib.Path) -> None:
 TAU_STYLES = {"logit": (RED, "s"), "func": (BLUE, "v"), "cross": (INK, "o")}
 
 
-def taus(target: Target, runs: Mapping[str, Mapping[str, Curve]]) -> None:
-  """`runs[label][logit|func|cross]` = (step, tau): a panel per run, as in Figures 2 and 4.
+def taus(target: Target, runs: Mapping[str, Curves]) -> None:
+  """`runs[label][logit|func|cross]`: a panel per run, as in Figures 2 and 4.
 
   The first values may be off the scale: at the start the two paths cancel, and they are huge.
   """
-  later = [y for series in runs.values() for _, values in series.values() for y in values[1:]]
+  later = [y for kinds in runs.values() for _, y_SxX in kinds.values() for y in y_SxX[:, 1:].flat]
   low, high = min([-0.2, *later]), max([1.2, *later])
-  with figure(target, len(runs), (1.2 + 3.7 * len(runs), 3.4)) as axes:
-    for ax, (label, series) in zip(axes, runs.items(), strict=True):
-      for name, (steps, values) in series.items():
-        colour, marker = TAU_STYLES[name]
-        style = dict(color=colour, marker=marker, markersize=4, linewidth=1.2)
-        ax.plot(steps, values, label=f"$\\tau_\\mathrm{{{name}}}$", **style)
+  with figure(target, (1.2 + 3.7 * len(runs), 3.4), len(runs)) as axes:
+    for ax, (label, curves) in zip(axes, runs.items(), strict=True):
+      _draw(ax, curves, TAU_STYLES, "$\\tau_\\mathrm{{{}}}$")
       ax.axhline(0, color=MUTED, linewidth=0.8)
       ax.set(xlabel="step", title=label)
       ax.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))
     axes[0].set_ylabel("share of the sharpness gradient")
-    handles, labels = axes[0].get_legend_handles_labels()
-    axes[0].figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
+    _legend_above(axes[0])
 
 
 def landscape(target: Target, found: Mapping[str, Any]) -> None:
   """The loss along the top eigenvector with its parabola, and along random directions."""
   lines, value = found["landscape"], found["lambda_max"]["value"]
   x = np.asarray(lines["distance"])
-  with figure(target, 1, (5.6, 3.8)) as (ax,):
+  parabola = found["loss"] + lines["top_slope"] * x + 0.5 * value * x**2
+  with figure(target, (5.6, 3.8)) as (ax,):
     for number, losses in enumerate(lines["random"]):
       label = None if number else "random directions"
-      ax.plot(x, losses, color=SKY, marker="^", markersize=4, linewidth=1.2, label=label)
-    ax.plot(x, lines["top"], color=INK, marker="o", markersize=4, label="top eigenvector")
-    parabola = found["loss"] + lines["top_slope"] * x + 0.5 * value * x**2
+      ax.plot(x, losses, color=SKY, marker="^", label=label)
+    ax.plot(x, lines["top"], color=INK, marker="o", label="top eigenvector")
     label = f"its parabola, $\\lambda$ = {value:.3g}"
-    ax.plot(x, parabola, color=RED, linestyle="--", linewidth=1.2, label=label)
+    ax.plot(x, parabola, color=RED, linestyle="--", label=label)
     ax.set(xlabel="distance from the trained parameters", ylabel="loss (nats per token)")
     ax.legend()
 
 
 def pruning(target: Target, runs: Sequence[Mapping[str, Any]]) -> None:
-  """Eval loss by sparsity, mean and range over each method's runs; `runs` as in prune.json."""
-  by_method: dict[str, list[Any]] = {}
-  for run in runs:
-    by_method.setdefault(run["method"], []).append([p["loss"] for p in run["points"]])
-  x = np.array([100 * p["sparsity"] for p in runs[0]["points"]])
-  with figure(target, 1, (5.6, 3.8)) as (ax,):
-    for method, losses in by_method.items():
-      _band(ax, x, np.array(losses), *STYLES.get(method, OTHER), method)
+  """Eval loss by sparsity; `runs` as in prune.json."""
+  with figure(target, (5.6, 3.8)) as (ax,):
+    _draw(ax, {method: (100 * x, y_SxX) for method, (x, y_SxX) in pruning_curves(runs).items()})
     ax.set(xlabel="weights set to zero (%)", ylabel="eval loss")
     ax.legend()
-
-
-def tau_series(records: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, Curve]:
-  """(step, tau) of each kind; nothing unless the run was trained with diagnostics.every."""
-  measured = [r for r in records if f"{prefix}/logit" in r]
-  steps = np.array([r["step"] for r in measured], float)
-  kinds = TAU_STYLES if measured else ()
-  return {k: (steps, np.array([r[f"{prefix}/{k}"] for r in measured], float)) for k in kinds}
-
-
-def read_taus(workdir: pathlib.Path, prefix: str) -> dict[str, Curve]:
-  if found := tau_series(_records(workdir), prefix):
-    return found
-  raise UserError(
-    f"{workdir} has no {prefix}/logit on record: train it with --config.diagnostics.every=STEPS"
-  )

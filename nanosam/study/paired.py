@@ -34,19 +34,17 @@ def student(mean: float, variance: float, dof: float, confidence: float, covers:
   return Interval(mean - half, mean + half, covers)
 
 
+def _over(x_N: np.ndarray, confidence: float, covers: str) -> Interval | None:
+  N = len(x_N)
+  return student(x_N.mean(), x_N.var(ddof=1) / N, N - 1, confidence, covers) if N > 1 else None
+
+
 def over_seeds(delta_S: np.ndarray, confidence: float) -> Interval | None:
-  S = len(delta_S)
-  if S < 2:
-    return None
-  return student(delta_S.mean(), delta_S.var(ddof=1) / S, S - 1, confidence, SEEDS)
+  return _over(delta_S, confidence, SEEDS)
 
 
 def over_units(x_SxR: np.ndarray, confidence: float) -> Interval | None:
-  R = x_SxR.shape[1]
-  if R < 2:
-    return None
-  variance = x_SxR.mean(0).var(ddof=1) / R
-  return student(x_SxR.mean(), variance, R - 1, confidence, UNITS)
+  return _over(x_SxR.mean(0), confidence, UNITS)
 
 
 def over_both(x_SxR: np.ndarray, confidence: float) -> Interval | None:

@@ -95,8 +95,13 @@ class Run(NamedTuple):
 
   def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
     """(x, eval loss) of every evaluation; `key` is that of an axis."""
-    x = np.array([record[key] for record in self.evals], float)
-    return x, np.array([record["eval/loss"] for record in self.evals], float)
+    return curve(self.evals, key, "eval/loss")
+
+
+def curve(records: Iterable[Mapping[str, Any]], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
+  """Two columns of the records that have a y."""
+  points = [(r[x], r[y]) for r in records if y in r]
+  return np.array([a for a, _ in points], float), np.array([b for _, b in points], float)
 
 
 def read_run(path: pathlib.Path) -> Run:
@@ -150,16 +155,19 @@ def find_runs(folders: Iterable[str | pathlib.Path]) -> tuple[list[Run], list[st
   Refuses (UserError) copies of one run, which would count as two seeds.
   """
   runs, notes = all_runs(folders)
-  seen: dict[str, pathlib.Path] = {}
-  for run in runs:
-    name = run_id(run.keys)
-    if name in seen:
-      raise UserError(
-        f"{seen[name]} and {run.path} are one run (same settings and seeds, id {name}): "
-        "it would count twice; move one of them away"
-      )
-    seen[name] = run.path
+  for first, copy in find_copies(runs):
+    raise UserError(
+      f"{first.path} and {copy.path} are one run (same settings and seeds, id "
+      f"{run_id(copy.keys)}): it would count twice; move one of them away"
+    )
   return runs, notes
+
+
+def find_copies(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
+  """The first of its id, and another; for every other one."""
+  first: dict[str, Run] = {}
+  pairs = [(first.setdefault(run_id(run.keys), run), run) for run in runs]
+  return [(one, other) for one, other in pairs if one is not other]
 
 
 def all_runs(folders: Iterable[str | pathlib.Path]) -> tuple[list[Run], list[str]]:

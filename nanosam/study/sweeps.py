@@ -105,13 +105,18 @@ class Job(NamedTuple):
     return runs_lib.read_run(self.workdir)
 
 
+def resolve(spec: str, overrides: Overrides) -> ml_collections.ConfigDict:
+  c = config_lib.load(spec)
+  for key, value in overrides.items():
+    config_lib.override(c, key, str(value))
+  return c
+
+
 def make_jobs(specs: Iterable[Spec], out: pathlib.Path) -> list[Job]:
   """Resolves and checks every run before any begins; refuses the same run twice."""
   jobs: dict[str, Job] = {}
   for spec, overrides in specs:
-    c = config_lib.load(spec)
-    for key, value in overrides.items():
-      config_lib.override(c, key, str(value))
+    c = resolve(spec, overrides)
     name = runs_lib.run_id(config_lib.to_dict(c))
     c.workdir = str(out / name)
     validate(c)

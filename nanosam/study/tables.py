@@ -42,6 +42,11 @@ def interval(group: Mapping[str, Any]) -> Mapping[str, Any] | None:
   return next(filter(None, map(group["intervals"].get, WIDEST_CLAIM_FIRST)), None)
 
 
+def interval_text(group: Mapping[str, Any]) -> str:
+  i = interval(group)
+  return f"{i['low']:+.4f} to {i['high']:+.4f}" if i else ""
+
+
 def covered(report: Mapping[str, Any]) -> list[str]:
   """What the intervals of a comparison cover."""
   return sorted({i["covers"] for g in report["groups"] if (i := interval(g))})
@@ -56,7 +61,7 @@ def comparison(report: Mapping[str, Any], paper: Mapping[str, float | None] | No
   head += ["settings", *(["paper", f"paper minus {baseline}"] if paper else [])]
   rows = []
   for g in report["groups"]:
-    i, cost = interval(g), g["compute"]
+    cost = g["compute"]
     ratio = cost / base["compute"] if base and cost and base["compute"] else None
     row = [
       g["label"],
@@ -64,7 +69,7 @@ def comparison(report: Mapping[str, Any], paper: Mapping[str, float | None] | No
       number(g["deviation"], ".4f"),
       str(len(g["losses"])),
       number(g["difference"], "+.4f"),
-      f"{i['low']:+.4f} to {i['high']:+.4f}" if i else "",
+      interval_text(g),
       number(ratio, ".2f"),
       settings(g["best"]),
     ]

@@ -129,7 +129,7 @@ def test_values_of_a_figure_are_the_runs(study, written):
 
 def test_text_cannot_break_out():
   section = page.Section("a <b> & `c`", [page.Text("</main><script>x</script>")])
-  text = page.to_html(page.Page("<title>", [section]))
+  text = page.to_html("<title>", [section])
   Outline(text)
   assert "<script>" not in text and "a &lt;b&gt; &amp; <code>c</code>" in text
 
