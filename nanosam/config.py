@@ -82,7 +82,8 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
 def _model(size: str) -> ml_collections.ConfigDict:
   m = ml_collections.ConfigDict()
   m.N, m.H, m.D = lookup("size", size, SIZES)  # layers, heads, width
-  m.L = 512  # context length
+  m.kind = "decoder"  # decoder (text) | vit (images)
+  m.L = 512  # context length; 1 for images, which have one label
   m.F = m.get_ref("D") * 4  # inner width of the MLP
   m.activation = "gelu"  # gelu | relu
   m.tied = True  # the embedding is also the unembedding
@@ -90,6 +91,9 @@ def _model(size: str) -> ml_collections.ConfigDict:
   m.remat = False  # recompute each layer in the backward pass
   m.scan_layers = False  # compile one layer instead of N
   m.attention = "plain"  # plain | xla | cudnn
+  m.image_size = 32  # vit: pixels of a side
+  m.patch_size = 4  # vit: likewise
+  m.pooling = "mean"  # vit: mean (of the patches) | token (a class token)
   return m
 
 
@@ -144,7 +148,9 @@ def _guard() -> ml_collections.ConfigDict:
 
 def _data() -> ml_collections.ConfigDict:
   d = ml_collections.ConfigDict()
-  d.source = "embedded"  # embedded | tokens:DIR (prepared) | tfds:NAME or tfds:DIR (on the fly)
+  # Text: embedded | tokens:DIR (prepared) | tfds:NAME or tfds:DIR (on the fly); images: digits |
+  # images:DIR (DIR/train/CLASS/*.jpg) | tfds:NAME or tfds:DIR.
+  d.source = "embedded"
   d.vocab_size = 4096  # of the tokenizer trained on the embedded corpus
   d.data_dir = ""  # where tfds:NAME is stored
   d.tokenizer = ""  # SentencePiece model for tfds:...; "" = the one beside the data

@@ -1,4 +1,5 @@
-"""Evaluates a checkpoint on a fixed set of sequences: loss with its standard error, bits per byte.
+"""Evaluates a checkpoint on a fixed set of sequences or images: loss with its standard error, and
+bits per byte or accuracy.
 
 python -m nanosam.evaluate --workdir=DIR [--source=...] [--step=...] [--save] [--json]
 """
@@ -25,23 +26,24 @@ def main(argv: list[str]) -> None:
   c = run.config
   name = args.source or c.data.source
   source = source_of(c.data, name)
-  theirs, ours = source.tokenizer.sha256, run.source.tokenizer.sha256
+  theirs, ours = source.coding, run.source.coding
   if theirs != ours:
+    what = "other classes or sizes" if source.image_size else "another tokenizer"
     raise UsageError(
-      f"{name} was prepared with another tokenizer ({theirs[:12]}; the run's is {ours[:12]}): the "
-      "model does not know its tokens. Prepare that text again with the run's tokenizer"
+      f"{name} was prepared with {what} ({theirs[:12]}; the run's: {ours[:12]}), which the model "
+      f"does not know: prepare that data again like {c.data.source}"
     )
   data = eval_set(source, c)
   evaluation = Evaluator(run.model, data, c.eval_batch_size, run.mesh)(run.params)
   if args.save:
     evaluation.save(pathlib.Path(args.workdir) / SEQUENCES_FILE, run.step)
-  rows = len(data.batch.inputs_BxL)
+  rows = len(data.batch.targets_BxL)
   if args.json:
     facts = {"step": run.step, "weights": args.weights, "source": name, "sequences": rows}
     facts |= {"documents": data.documents, "bytes": data.bytes}
     print(json.dumps({**facts, **evaluation.metrics()}))
   else:
-    print(f"step {run.step} on {rows} sequences of {name}:  {evaluation}")
+    print(f"step {run.step} on {rows} rows of {name}:  {evaluation}")
 
 
 def parser() -> RunParser:

@@ -35,7 +35,7 @@ from nanosam.data.preparation.inputs import expand
 from nanosam.data.sources import open_source
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.model import sharding
-from nanosam.model.language_model import model_config
+from nanosam.model.classifier import model_config
 from nanosam.model.transformer import Transformer, unembedding
 from nanosam.optim import guard
 from nanosam.optim.gradient import Metrics
@@ -232,7 +232,7 @@ def dense_step(train_step: TrainStep) -> tuple[Any, Any]:
     params, opt_state = state
 
     def loss_fn(params):
-      h_BxLxD: Any = model.apply({"params": params}, batch.inputs_BxL)
+      h_BxLxD: Any = model.apply({"params": params}, batch.inputs)
       logits_BxLxV = h_BxLxD.astype(jnp.float32) @ unembedding(params).T
       losses = optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, batch.targets_BxL)
       return jnp.mean(losses)

@@ -7,7 +7,7 @@ import pytest
 
 from nanosam import config as config_lib
 from nanosam import train
-from nanosam.model.language_model import model_config
+from nanosam.model.classifier import model_config
 from nanosam.model.transformer import Transformer
 from nanosam.run.validate import check_devices, validate
 from nanosam.study import runs

@@ -93,7 +93,7 @@ def test_ends_at_eos(run, prompt):
 
 def _ones(run):
   D = run.config.model.D
-  return lambda params, batch: jnp.ones((*batch.inputs_BxL.shape, D))
+  return lambda params, batch: jnp.ones((*batch.inputs.shape, D))
 
 
 def test_compiles_once(run, prompt):

@@ -15,10 +15,10 @@ def validation_rows(source: Source, c: Any, rows: int, fewer: str) -> Batch:
   # A source gives whole documents, as many as fit: so ask for more rows, and cut.
   most = max(2 * rows, c.eval_steps * c.eval_batch_size)
   found = source.validation(L=c.model.L, rows=most, mask_documents=c.data.mask_documents).batch
-  if len(found.inputs_BxL) < rows:
+  if len(found.targets_BxL) < rows:
     raise UsageError(
-      f"{rows} sequences of {c.model.L} tokens were asked for, but {c.data.source} has "
-      f"{len(found.inputs_BxL)} for validation: {fewer}"
+      f"{rows} rows were asked for, but {c.data.source} has {len(found.targets_BxL)} "
+      f"for validation: {fewer}"
     )
   return found.rows(slice(rows))
 
@@ -28,7 +28,7 @@ class Diagnostics:
 
   def __init__(self, train_step: TrainStep, source: Source):
     c = train_step.config
-    model = exact_model(c, source.tokenizer.vocab_size)
+    model = exact_model(c, source.outputs)
     batch = validation_rows(
       source, c, c.diagnostics.batch_size, fewer="lower diagnostics.batch_size"
     )

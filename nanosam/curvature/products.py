@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from nanosam.data.batch import Batch
 from nanosam.model import sharding
-from nanosam.model.language_model import LanguageModel, language_model
+from nanosam.model.classifier import Classifier, make_model
 from nanosam.model.transformer import Params
 from nanosam.optim import direction, methods
 from nanosam.optim.direction import Direction, Moments
@@ -35,12 +35,12 @@ DIRECTIONS = {GRADIENT: direction.gradient, PRECONDITIONED: direction.preconditi
 PREFIXES = {GRADIENT: "tau", PRECONDITIONED: "tau_precond"}  # of names in records
 
 
-def exact_model(c: ml_collections.ConfigDict, vocab_size: int) -> LanguageModel:
+def exact_model(c: ml_collections.ConfigDict, outputs: int) -> Classifier:
   """The model of a config in fp32, with the attention that can be differentiated twice."""
   exact = ml_collections.ConfigDict(c.to_dict())
   exact.model.dtype = exact.opt.perturbed_dtype = "float32"
   exact.model.attention = "plain"
-  return language_model(exact, vocab_size)
+  return make_model(exact, outputs)
 
 
 def product(passes: Passes, path: methods.Path, v: Params) -> Params:
@@ -169,7 +169,7 @@ class Surface:
   """
 
   def __init__(
-    self, model: LanguageModel, batches: Sequence[Batch], mesh: Mesh, microbatches: int = 1
+    self, model: Classifier, batches: Sequence[Batch], mesh: Mesh, microbatches: int = 1
   ):
     tokens = np.array([batch.weights_BxL.sum(dtype=float) for batch in batches])
     self.shares = (tokens / tokens.sum()).tolist()
@@ -250,9 +250,7 @@ class Surface:
 
 def _place(batch: Batch, mesh: Mesh, microbatches: int) -> Batch:
   """On the devices; rows that weigh nothing make it divide evenly."""
-  rows = len(batch.inputs_BxL)
+  rows = len(batch.targets_BxL)
   padding = -rows % (sharding.shards(mesh) * microbatches)
   local = sharding.local_rows(mesh, rows + padding)
-  padded = jax.tree.map(lambda x: np.pad(x, ((0, padding), (0, 0))), batch)
-  mine = jax.tree.map(lambda x: x[local.start : local.stop], padded)
-  return sharding.to_devices(mine, mesh)
+  return sharding.to_devices(batch.padded(padding).rows(slice(local.start, local.stop)), mesh)

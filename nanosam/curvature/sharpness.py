@@ -70,8 +70,8 @@ class Measurement:
       run.source, c, args.batches * size, fewer="lower --batches or --batch_size"
     )
     batches = [data.rows(slice(i, i + size)) for i in range(0, args.batches * size, size)]
-    self.sequences, self.tokens = len(data.inputs_BxL), int(data.weights_BxL.sum())
-    net = products.exact_model(c, run.source.tokenizer.vocab_size)
+    self.sequences, self.tokens = len(data.targets_BxL), int(data.weights_BxL.sum())
+    net = products.exact_model(c, run.source.outputs)
     microbatches = -(-size * c.grad_accumulation_steps // c.batch_size)
     self._surface = Surface(net, batches, run.mesh, microbatches)
     self._evaluator = Evaluator(net, EvalSet(data, 0, 0), -(-size // microbatches), run.mesh)

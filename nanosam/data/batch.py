@@ -10,13 +10,23 @@ Array = Any  # numpy on the host, jax on devices
 
 
 class Batch(NamedTuple):
-  inputs_BxL: Array  # int32
-  targets_BxL: Array  # int32, the next token of each input
+  """Rows of text, or images with a label each (L = 1)."""
+
+  inputs: Array  # tokens [B, L] as int32, or images [B, S, S, 3] as uint8
+  targets_BxL: Array  # int32, the next token of each input, or the image's class
   weights_BxL: Array  # float32; 0 on padding, and between documents if they are masked
-  segments_BxL: Array | None  # int32, number of the document within the row (0 = padding)
+  segments_BxL: Array | None = None  # int32, the document's number within the row (0 = padding)
 
   def rows(self, which: slice) -> "Batch":
     return Batch(*(x if x is None else x[which] for x in self))
+
+  def padded(self, rows: int) -> "Batch":
+    """With `rows` more rows, which weigh nothing."""
+
+    def pad(x: Array) -> Array:
+      return np.pad(x, [(0, rows)] + [(0, 0)] * (x.ndim - 1))
+
+    return Batch(*(x if x is None else pad(x) for x in self))
 
 
 class EvalSet(NamedTuple):
@@ -42,11 +52,12 @@ class StreamOptions(NamedTuple):
 
 
 def batch_hash(batch: Batch, first_row: int = 0) -> str:
-  """Identifies the tokens of a batch, or of one host's rows, which begin at `first_row`.
+  """Identifies the data of a batch, or of one host's rows, which begin at `first_row`.
 
   `combine_hashes` of all hosts gives the hash of the whole batch, however its rows are divided.
   """
-  rows = np.concatenate([batch.inputs_BxL, batch.targets_BxL], axis=1).astype("<i4")
+  inputs = np.reshape(batch.inputs, (len(batch.targets_BxL), -1))
+  rows = np.concatenate([inputs, batch.targets_BxL], axis=1).astype("<i4")
   return combine_hashes(
     hashlib.blake2b(row.tobytes(), digest_size=8, salt=i.to_bytes(8, "little")).hexdigest()
     for i, row in enumerate(rows, first_row)

@@ -11,18 +11,17 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import sysconfig
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from nanosam.data import docstrings
 from nanosam.data.store import MANIFEST, StoreWriter
 from nanosam.data.tokenizer import train_tokenizer
-from nanosam.system.errors import UserError, say
+from nanosam.system.errors import say
+from nanosam.system.files import build_folder
 
 FORMAT = 1  # raise it when the same packages give other documents or another store
 
@@ -53,22 +52,9 @@ def build_embedded(cache_dir: str | os.PathLike[str], vocab_size: int) -> Path:
   if (final / MANIFEST).exists():
     return final
   say("building the embedded corpus (once) ...")
-  try:
-    partial = final.parent / f".{final.name}-{uuid.uuid4().hex}"
-    partial.mkdir(parents=True)
-    try:
-      _write(partial, vocab_size)
-      partial.rename(final)
-    except OSError:
-      if not (final / MANIFEST).exists():  # otherwise another process was faster: use its copy
-        raise
-    finally:
-      shutil.rmtree(partial, ignore_errors=True)
-  except OSError as e:
-    raise UserError(
-      f"cannot write the embedded corpus to {final.parent}: {e.strerror or e}; "
-      "free some space or set NANOSAM_CACHE to another directory"
-    ) from e
+  build_folder(
+    final, MANIFEST, lambda folder: _write(folder, vocab_size), what="the embedded corpus"
+  )
   return final
 
 

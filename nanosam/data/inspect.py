@@ -15,7 +15,7 @@ from typing import Any
 from nanosam import config as config_lib
 from nanosam.data.batch import StreamOptions, batch_hash
 from nanosam.data.preparation.assembly import PLAN
-from nanosam.data.sources import SETTINGS, Source, source_of
+from nanosam.data.sources import SETTINGS, TextSource, source_of, text_of
 from nanosam.data.store import StoreReader, check_sha256
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
   config = config_lib.load(a.config) if a.config else config_lib.default()
   name = a.source or config.data.source
   config.data.update({k: v for k in SETTINGS if (v := getattr(a, k)) is not None})
-  source = source_of(config.data, name)
+  source = text_of(source_of(config.data, name), name)
   if a.verify:
     verify(name)
   L, batch_size = a.length or config.model.L, a.batch_size or config.batch_size
@@ -64,7 +64,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def inspect(
-  source: Source, name: str, *, L: int, batch_size: int, workers: int, rows: int
+  source: TextSource, name: str, *, L: int, batch_size: int, workers: int, rows: int
 ) -> dict[str, Any]:
   """Facts about a source, for JSON."""
   stream = source.train_stream(StreamOptions(L, batch_size, range(batch_size), workers=workers))
@@ -90,7 +90,7 @@ def inspect(
     "length": L,
     "tokens_per_sec": steps * batch_size * L / seconds,
     "first_batch_hash": batch_hash(first),
-    "rows": [source.tokenizer.decode(row) for row in first.inputs_BxL[:rows]],
+    "rows": [source.tokenizer.decode(row) for row in first.inputs[:rows]],
   }
 
 

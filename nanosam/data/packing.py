@@ -6,7 +6,9 @@ is predicted exactly once per epoch. The rest of the last row is padding of weig
 
 import dataclasses
 import hashlib
+import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 import grain
 import numpy as np
@@ -72,26 +74,53 @@ def shuffled(position: int, size: int, data_seed: int) -> int:
   )
 
 
+class Rows(Protocol):
+  """Everything in a training split that a row of a batch can be."""
+
+  def __len__(self) -> int: ...
+  def batch(self, rows: Sequence[int]) -> Batch: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRows:
+  """Rows of a token split."""
+
+  split: Split
+  tokenizer: Tokenizer
+  L: int
+  mask_documents: bool
+
+  def __len__(self) -> int:
+    return num_rows(self.split.num_tokens, self.L)
+
+  def batch(self, rows: Sequence[int]) -> Batch:
+    L = self.L
+    tokens = [self.split.read(row * L, row * L + L + 1) for row in rows]
+    return pack_rows(tokens, L=L, tokenizer=self.tokenizer, mask_documents=self.mask_documents)
+
+
 @dataclasses.dataclass(frozen=True)
 class HostBatches:
   """One host's rows of the global batch of any step: what Grain reads."""
 
-  split: Split
-  tokenizer: Tokenizer
+  rows: Rows
   options: StreamOptions
-  first_step: int
-  last_step: int
+  first_step: int = 0
+
+  def __post_init__(self) -> None:
+    o = self.options
+    if o.rows.step != 1 or not 0 <= o.rows.start < o.rows.stop <= o.batch_size:
+      raise ValueError(f"{o.rows} are not rows of a batch of {o.batch_size}")
 
   @property
-  def rows_per_epoch(self) -> int:
-    return num_rows(self.split.num_tokens, self.options.L)
+  def last_step(self) -> int:
+    o = self.options
+    return sys.maxsize if o.repeat else len(self.rows) // o.batch_size
 
   def __len__(self) -> int:
     return self.last_step - self.first_step
 
   def __getitem__(self, index: int) -> Batch:
-    o, size = self.options, self.rows_per_epoch
+    o, size = self.options, len(self.rows)
     start = (self.first_step + index) * o.batch_size
-    rows = [shuffled(start + i, size, o.data_seed) for i in o.rows]
-    tokens = [self.split.read(row * o.L, row * o.L + o.L + 1) for row in rows]
-    return pack_rows(tokens, L=o.L, tokenizer=self.tokenizer, mask_documents=o.mask_documents)
+    return self.rows.batch([shuffled(start + i, size, o.data_seed) for i in o.rows])

@@ -1,23 +1,22 @@
 """Sources of batches. Each host reads only its own rows of the global batch.
 
-From a token store, a batch depends on (data_seed, step) alone, not on hosts, workers or restarts.
-Text that is tokenised on the fly depends on the number of hosts too (tfds.py).
+Of a token store or of images, a batch depends on (data_seed, step) alone, not on hosts, workers or
+restarts. Text that is tokenised on the fly depends on the number of hosts too (tfds.py).
 """
 
-import dataclasses
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from etils import epath
 
-from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, StreamOptions
+from nanosam.data import images
+from nanosam.data.batch import TOO_FEW_TOKENS, EvalSet, StreamOptions
 from nanosam.data.embedded import build_embedded
-from nanosam.data.packing import HostBatches, documents_that_fit, num_rows, pack_tokens
+from nanosam.data.packing import HostBatches, TokenRows, documents_that_fit, num_rows, pack_tokens
 from nanosam.data.store import MANIFEST, TOKENIZER, StoreReader, read_manifest
-from nanosam.data.stream import Stream
+from nanosam.data.stream import StoreStream, Stream
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, local_copy, storage_errors
@@ -26,13 +25,12 @@ SETTINGS = ("vocab_size", "cache_dir", "data_dir", "tokenizer", "text_field")  #
 
 
 class Source(Protocol):
-  """Tokenised text with a training and a validation split."""
+  """Tokenised text or images, with a training and a validation split."""
 
-  tokenizer: Tokenizer
-  fingerprint: str  # identifies these tokens
-  train_tokens: int  # these three are estimates if text is tokenised on the fly
-  train_documents: int
-  train_bytes: int
+  fingerprint: str  # identifies these tokens or images
+  coding: str  # identifies what the outputs stand for: the tokenizer, or the classes
+  outputs: int  # pieces of the vocabulary, or classes
+  image_size: int  # in pixels; 0 for text
 
   def check_length(self, *, L: int, batch_size: int, steps: int, repeat: bool) -> None:
     """Raises a UserError if training would run out of data."""
@@ -40,8 +38,22 @@ class Source(Protocol):
   def train_stream(self, options: StreamOptions) -> Stream: ...
 
   def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
-    """A fixed set of whole documents in at most `rows` rows."""
+    """A fixed set of images, or of whole documents, in at most `rows` rows."""
     ...
+
+
+class TextSource(Source, Protocol):
+  tokenizer: Tokenizer
+  train_tokens: int  # these three are estimates if text is tokenised on the fly
+  train_documents: int
+  train_bytes: int
+
+
+def text_of(source: Source, name: str) -> TextSource:
+  """For what can be done with text alone."""
+  if source.image_size:
+    raise UsageError(f"{name} holds images, and this command is for text")
+  return cast(TextSource, source)
 
 
 def open_source(
@@ -58,7 +70,9 @@ def open_source(
   embedded         the embedded corpus, with a vocabulary of `vocab_size` pieces
   tokens:DIR       a token store, which has its own vocabulary
   tfds:NAME        a TFDS data set under `data_dir`, or tfds:DIR, tokenised on the fly with
-                   `tokenizer` ("" = the one stored next to it)
+                   `tokenizer` ("" = the one stored next to it); or one of images
+  digits           scikit-learn's handwritten digits
+  images:DIR       folders of images, DIR/train/CLASS/*.jpg|png
 
   A remote DIR (gs://...) is copied to `cache_dir` first.
   """
@@ -73,13 +87,19 @@ def open_source(
       StoreReader(copy_store(argument, cache) if is_remote(argument) else argument)
     )
   if kind == "tfds" and argument:
-    from nanosam.data.tfds import open_tfds  # slow to import
+    from nanosam.data import tfds  # slow to import
 
-    return open_tfds(
-      argument, data_dir=data_dir, tokenizer=tokenizer, text_field=text_field, cache_dir=cache
-    )
+    directory = tfds.find(argument, data_dir)
+    if tfds.holds_images(directory):
+      return images.open_tfds(directory, cache)
+    return tfds.open_texts(directory, tokenizer=tokenizer, text_field=text_field, cache_dir=cache)
+  if source == "digits":
+    return images.open_digits(cache)
+  if kind == "images" and argument:
+    return images.open_folder(argument, cache)
   raise UsageError(
-    f"unknown data source {source!r}; use 'embedded', 'tokens:DIR', 'tfds:NAME' or 'tfds:DIR'"
+    f"unknown data source {source!r}; use 'embedded', 'tokens:DIR', 'tfds:NAME' or 'tfds:DIR', or "
+    "for images 'digits', 'images:DIR' or 'tfds:NAME'"
   )
 
 
@@ -125,10 +145,13 @@ def default_cache_dir() -> Path:
 
 
 class StoreSource:
-  """A Source that reads a token store."""
+  """A TextSource that reads a token store."""
+
+  image_size = 0
 
   def __init__(self, store: StoreReader):
     self.tokenizer = store.tokenizer
+    self.coding, self.outputs = store.tokenizer.sha256, store.tokenizer.vocab_size
     self.fingerprint = store.fingerprint
     self._train = store.split("train")
     self._validation = store.split("validation")
@@ -139,7 +162,7 @@ class StoreSource:
       raise UserError(f"{store.directory} has no training tokens; prepare the data again")
 
   def check_length(self, *, L: int, batch_size: int, steps: int, repeat: bool) -> None:
-    most = self._whole_batches(L, batch_size)
+    most = num_rows(self.train_tokens, L) // batch_size
     if steps > most and not repeat:
       raise UserError(
         f"the training data has {self.train_tokens} tokens, enough for {most} steps of "
@@ -147,13 +170,9 @@ class StoreSource:
         + TOO_FEW_TOKENS
       )
 
-  def train_stream(self, options: StreamOptions) -> "StoreStream":
-    o = options
-    if o.rows.step != 1 or not 0 <= o.rows.start < o.rows.stop <= o.batch_size:
-      raise ValueError(f"{o.rows} are not rows of a batch of {o.batch_size}")
-    last_step = sys.maxsize if o.repeat else self._whole_batches(o.L, o.batch_size)
-    batches = HostBatches(self._train, self.tokenizer, o, first_step=0, last_step=last_step)
-    return StoreStream(batches, self.fingerprint)
+  def train_stream(self, options: StreamOptions) -> StoreStream:
+    rows = TokenRows(self._train, self.tokenizer, options.L, options.mask_documents)
+    return StoreStream(HostBatches(rows, options), self.fingerprint)
 
   def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
     table = self._validation.documents()
@@ -162,31 +181,3 @@ class StoreSource:
     tokens = self._validation.read(0, num_tokens)
     batch = pack_tokens(tokens, L=L, tokenizer=self.tokenizer, mask_documents=mask_documents)
     return EvalSet(batch, num_bytes, documents)
-
-  def _whole_batches(self, L: int, batch_size: int) -> int:
-    return num_rows(self.train_tokens, L) // batch_size
-
-
-class StoreStream(Stream):
-  """A Stream whose only state is the step."""
-
-  def __init__(self, batches: HostBatches, fingerprint: str):
-    super().__init__(fingerprint, batches.options)
-    self._batches = batches
-
-  def __next__(self) -> Batch:
-    o, last = self._options, self._batches.last_step
-    if self._step >= last:
-      raise UserError(
-        f"the training data ends after {last} steps of {o.batch_size} x {o.L} tokens; "
-        + TOO_FEW_TOKENS
-      )
-    batch = self._read()
-    self._step += 1
-    return batch
-
-  def _rest(self) -> HostBatches:
-    return dataclasses.replace(self._batches, first_step=self._step)
-
-  def epoch(self) -> float:
-    return self._step * self._options.batch_size / self._batches.rows_per_epoch

@@ -1,6 +1,7 @@
 """What all streams of batches share: their position, and reading ahead with Grain."""
 
 import abc
+import dataclasses
 import pickle
 import signal
 from collections.abc import Mapping
@@ -10,7 +11,8 @@ import grain
 from absl import flags
 from grain.sources import RandomAccessDataSource
 
-from nanosam.data.batch import Batch, StreamOptions
+from nanosam.data.batch import TOO_FEW_TOKENS, Batch, StreamOptions
+from nanosam.data.packing import HostBatches
 from nanosam.system.errors import UserError
 from nanosam.system.processes import exit_with_parent
 
@@ -64,6 +66,30 @@ class Stream(abc.ABC):
     if self._iterator is not None:
       self._iterator.close()
       self._iterator = None
+
+
+class StoreStream(Stream):
+  """A Stream whose only state is the step."""
+
+  def __init__(self, batches: HostBatches, fingerprint: str):
+    super().__init__(fingerprint, batches.options)
+    self._batches = batches
+
+  def __next__(self) -> Batch:
+    o, last = self._options, self._batches.last_step
+    if self._step >= last:
+      raise UserError(
+        f"the training data ends after {last} steps of {o.batch_size} x {o.L}; " + TOO_FEW_TOKENS
+      )
+    batch = self._read()
+    self._step += 1
+    return batch
+
+  def _rest(self) -> HostBatches:
+    return dataclasses.replace(self._batches, first_step=self._step)
+
+  def epoch(self) -> float:
+    return self._step * self._options.batch_size / len(self._batches.rows)
 
 
 def _read_ahead(

@@ -28,20 +28,15 @@ from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, local_copy, storage_errors
 
-_INFO = "dataset_info.json"
+_INFO, _FEATURES = "dataset_info.json", "features.json"
 _GROUP = 16  # documents tokenised together; positions in checkpoints count in groups
 _SAMPLED = 256  # documents from which the number of tokens is estimated
 
 
-def open_tfds(
-  name: str, *, data_dir: str, tokenizer: str, text_field: str, cache_dir: Path
-) -> "TfdsSource":
-  """Opens a data set by name (c4/en:3.1.0, under data_dir) or by directory."""
-  directory = _find(name, data_dir)
+def open_texts(directory: str, *, tokenizer: str, text_field: str, cache_dir: Path) -> "TfdsSource":
   model = _find_tokenizer(directory, tokenizer)
-  if is_remote(directory):
-    directory = _copy(directory, cache_dir)
-  builder = _open(directory)
+  directory = local(directory, cache_dir)
+  builder = open_builder(directory)
   for split in ("train", "validation"):
     if split not in builder.info.splits:
       known = ", ".join(builder.info.splits)
@@ -51,8 +46,8 @@ def open_tfds(
   return TfdsSource(train, validation, model, identity)
 
 
-def _find(name: str, data_dir: str) -> str:
-  """The directory of a data set, given itself, the output of `prepare`, or a name."""
+def find(name: str, data_dir: str) -> str:
+  """The directory of a data set, given itself, the output of `prepare`, or a name (c4/en:3.1.0)."""
   with storage_errors(name):
     for directory in (epath.Path(name).expanduser(), epath.Path(name).expanduser() / TEXT):
       if (directory / _INFO).exists():
@@ -70,13 +65,27 @@ def _find(name: str, data_dir: str) -> str:
     ) from e
 
 
-def _open(directory: str) -> Any:
+def holds_images(directory: str) -> bool:
+  """Whether its examples have an image; without reading any."""
+  file = epath.Path(directory) / _FEATURES
+  with storage_errors(directory):
+    features = json.loads(file.read_text()) if file.exists() else {}
+  entries = features.get("featuresDict", {}).get("features", {}).values()
+  return any(entry.get("pythonClassName", "").endswith(".Image") for entry in entries)
+
+
+def open_builder(directory: str) -> Any:
   import tensorflow_datasets as tfds
 
   builder = tfds.builder_from_directory(directory)
   formats = {f.value for f in builder.info.available_file_formats()}
   if "array_record" not in formats:
     kind = ", ".join(sorted(formats)) or "an unknown form"
+    if holds_images(directory):
+      raise UsageError(
+        f"{directory} is stored as {kind}, which cannot be shuffled; prepare it again with "
+        "tfds.builder(NAME, file_format='array_record').download_and_prepare()"
+      )
     files = f"{directory}/*-{{}}.{kind}*"
     raise UsageError(
       f"{directory} is stored as {kind}, which cannot be shuffled; convert it: "
@@ -96,7 +105,10 @@ def _find_tokenizer(directory: str, tokenizer: str) -> Tokenizer:
   raise UsageError(f"{directory} has no {TOKENIZER}: name one with data.tokenizer=FILE")
 
 
-def _copy(directory: str, cache_dir: Path) -> str:
+def local(directory: str, cache_dir: Path) -> str:
+  """The directory itself, or a copy of a remote one."""
+  if not is_remote(directory):
+    return directory
   remote = epath.Path(directory)
   with storage_errors(directory):
     names = [p.name for p in remote.iterdir()]
@@ -115,7 +127,7 @@ class Texts:
 
   @functools.cached_property
   def _source(self) -> Any:
-    return _open(self.directory).as_data_source(self.split)
+    return open_builder(self.directory).as_data_source(self.split)
 
   def __reduce__(self):
     return Texts, (self.directory, self.split, self.text_field)
@@ -148,12 +160,15 @@ def _framed(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
 
 
 class TfdsSource:
-  """A Source that tokenises on the fly."""
+  """A TextSource that tokenises on the fly."""
+
+  image_size = 0
 
   def __init__(
     self, train: Texts, validation: Texts, tokenizer: Tokenizer, identity: dict[str, Any]
   ):
     self.tokenizer = tokenizer
+    self.coding, self.outputs = tokenizer.sha256, tokenizer.vocab_size
     self._train, self._validation = train, validation
     if not len(train):
       raise UserError(f"{train.directory} has no training documents; prepare the data again")

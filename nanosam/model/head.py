@@ -103,6 +103,19 @@ def token_losses(point: Point, ids_BxL: jax.Array, *, chunk: int) -> jax.Array:
   return _whole(jax.lax.map(one_chunk, (_chunks(point.h_BxLxD, size), _chunks(ids_BxL, size))), L)
 
 
+def correct(point: Point, ids_BxL: jax.Array, *, chunk: int) -> jax.Array:
+  """Whether each target has the largest logit; among equals the first class counts."""
+  L = ids_BxL.shape[1]
+  size = _size(chunk, L)
+  W_VxD = gathered(point.W_VxD, point.h_BxLxD.dtype)
+
+  def one_chunk(xs):
+    h_BxCxD, ids_BxC = xs
+    return jnp.argmax(_logits(h_BxCxD, W_VxD), -1) == ids_BxC
+
+  return _whole(jax.lax.map(one_chunk, (_chunks(point.h_BxLxD, size), _chunks(ids_BxL, size))), L)
+
+
 def second_derivative(
   point: Point, speed: Point, acceleration: Point, targets: Targets, *, chunk: int
 ) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Decoder-only Transformer: tokens to last hidden states.
+"""Decoder-only Transformer: tokens to last hidden states. Its blocks are those of vision.py too.
 
 The unembedding is not part of it: `head.py` turns hidden states into a loss and its gradient
 without ever holding all logits. Dimensions: B batch, L length, D width, H heads, N layers, F inner
@@ -41,6 +41,15 @@ class ModelConfig:
   remat: bool
   scan_layers: bool
   attention: str
+  kind: str
+  image_size: int
+  patch_size: int
+  pooling: str
+
+  @property
+  def causal(self) -> bool:
+    """Whether no position sees a later one."""
+    return self.kind == "decoder"
 
   @property
   def wide(self) -> Any:
@@ -67,19 +76,18 @@ def attend(
   segments_BxL: jax.Array | None,
   cfg: ModelConfig,
 ) -> jax.Array:
-  """Causal attention; with segments, no token sees another document."""
+  """Attention, causal in a decoder; with segments, no token sees another document."""
   L = q_BxLxHxK.shape[1]
-  mask = jnp.tril(jnp.ones((1, 1, L, L), bool))
+  mask = jnp.tril(jnp.ones((1, 1, L, L), bool)) if cfg.causal else jnp.ones((1, 1, 1, 1), bool)
   if segments_BxL is not None:
     mask &= segments_BxL[:, None, :, None] == segments_BxL[:, None, None, :]
   if cfg.attention != "plain":
-    causal = segments_BxL is None
     return jax.nn.dot_product_attention(
       q_BxLxHxK,
       k_BxLxHxK,
       v_BxLxHxK,
-      mask=None if causal else mask,
-      is_causal=causal,
+      mask=None if segments_BxL is None else mask,
+      is_causal=cfg.causal and segments_BxL is None,
       implementation=cast(Literal["xla", "cudnn"], cfg.attention),
     )
   q_BxLxHxK = q_BxLxHxK / q_BxLxHxK.shape[-1] ** 0.5
@@ -131,6 +139,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
   cfg: ModelConfig
 
+  def example(self) -> jax.ShapeDtypeStruct:
+    """One row of inputs."""
+    return jax.ShapeDtypeStruct((self.cfg.L,), jnp.int32)
+
   @nn.compact
   def __call__(self, tokens_BxL: jax.Array, segments_BxL: jax.Array | None = None) -> jax.Array:
     cfg = self.cfg
@@ -143,28 +155,33 @@ class Transformer(nn.Module):
     # Widened before the lookup: on the way back many tokens add up in one row.
     x_BxLxD = gathered(embed_VxD, cfg.dtype).astype(cfg.wide)[tokens_BxL]
     x_BxLxD += gathered(pos_LxD, cfg.dtype)[None, :L].astype(cfg.wide)
-    x_BxLxD = split_over_batch(x_BxLxD)
+    return apply_blocks(cfg, split_over_batch(x_BxLxD), segments_BxL)
 
-    # Inside a scan the loop already keeps XLA from merging the recomputation away.
-    block = nn.remat(Block, prevent_cse=not cfg.scan_layers) if cfg.remat else Block
-    if cfg.scan_layers:
-      stack = nn.scan(
-        block,
-        variable_axes={"params": 0},
-        split_rngs={"params": True},
-        in_axes=nn.broadcast,
-        length=cfg.N,
-      )
-      x_BxLxD, _ = stack(cfg, name=STACKED)(x_BxLxD, segments_BxL)
-    else:
-      for i in range(cfg.N):
-        x_BxLxD, _ = block(cfg, name=f"layer_{i}")(x_BxLxD, segments_BxL)
-    return norm(cfg, "out_norm")(x_BxLxD)
+
+def apply_blocks(
+  cfg: ModelConfig, x_BxLxD: jax.Array, segments_BxL: jax.Array | None = None
+) -> jax.Array:
+  """All layers and the last norm; their parameters become those of the module that calls."""
+  # Inside a scan the loop already keeps XLA from merging the recomputation away.
+  block = nn.remat(Block, prevent_cse=not cfg.scan_layers) if cfg.remat else Block
+  if cfg.scan_layers:
+    stack = nn.scan(
+      block,
+      variable_axes={"params": 0},
+      split_rngs={"params": True},
+      in_axes=nn.broadcast,
+      length=cfg.N,
+    )
+    x_BxLxD, _ = stack(cfg, name=STACKED)(x_BxLxD, segments_BxL)
+  else:
+    for i in range(cfg.N):
+      x_BxLxD, _ = block(cfg, name=f"layer_{i}")(x_BxLxD, segments_BxL)
+  return norm(cfg, "out_norm")(x_BxLxD)
 
 
 def unembedding(params: Params) -> jax.Array:
   """The matrix V x D that the head multiplies by: the embedding itself unless untied."""
-  return params.get("unembed", params["embed"])
+  return params["unembed"] if "unembed" in params else params["embed"]
 
 
 def non_embedding_count(params: Params) -> int:

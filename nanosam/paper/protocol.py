@@ -110,7 +110,7 @@ class Lab:
   def vocabulary(self) -> int:
     if self.scale == "paper":
       return config_lib.PAPER_VOCABULARY
-    return source_of(self.config(self.settings[0], ADAMW).data).tokenizer.vocab_size
+    return source_of(self.config(self.settings[0], ADAMW).data).outputs
 
   @functools.cached_property
   def found(self) -> tuple[list[runs.Run], list[str]]:

@@ -1,4 +1,4 @@
-"""Evaluation on a fixed set of sequences: loss with its standard error, bits per byte."""
+"""Evaluation on a fixed set of sequences or images: loss with its standard error, and more."""
 
 import functools
 import io
@@ -14,15 +14,18 @@ from jax.sharding import Mesh
 
 from nanosam.data.batch import Batch, EvalSet
 from nanosam.model import sharding
-from nanosam.model.language_model import LanguageModel
+from nanosam.model.classifier import Classifier
 from nanosam.model.transformer import Params
 from nanosam.system.files import write_atomically
 
 
 class Evaluation(NamedTuple):
-  nll_R: np.ndarray  # summed negative log-likelihood of each sequence, in nats
-  weight_R: np.ndarray  # predicted tokens of each sequence
-  bytes: int
+  """By rows: sequences, or images."""
+
+  nll_R: np.ndarray  # summed negative log-likelihood of each row, in nats
+  weight_R: np.ndarray  # predicted tokens of each sequence; 1 for an image
+  bytes: int  # of text; 0 for images
+  correct_R: np.ndarray | None = None  # 1 if an image's class was the likeliest
 
   @property
   def loss(self) -> float:
@@ -39,27 +42,43 @@ class Evaluation(NamedTuple):
   def bits_per_byte(self) -> float:
     return float(self.nll_R.sum() / math.log(2) / self.bytes)
 
+  @property
+  def accuracy(self) -> float | None:
+    """Of images; of text it is not computed."""
+    return None if self.correct_R is None else float(self.correct_R.sum() / self.weight_R.sum())
+
   def __str__(self) -> str:
-    return f"eval loss {self.loss:.4f} +- {self.loss_sem:.4f}  {self.bits_per_byte:.4f} bits/byte"
+    loss = f"eval loss {self.loss:.4f} +- {self.loss_sem:.4f}"
+    if self.accuracy is not None:
+      return f"{loss}  accuracy {self.accuracy:.2%}"
+    return f"{loss}  {self.bits_per_byte:.4f} bits/byte"
 
   def save(self, path: pathlib.Path, step: int) -> None:
     """Per-sequence losses, for paired comparisons between runs."""
     content = io.BytesIO()
-    np.savez_compressed(content, step=step, nll=self.nll_R, weight=self.weight_R, bytes=self.bytes)
+    facts: dict[str, Any] = {"step": step, "nll": self.nll_R, "weight": self.weight_R}
+    if self.correct_R is not None:
+      facts["correct"] = self.correct_R
+    np.savez_compressed(content, **facts, bytes=self.bytes)
     write_atomically(path, content.getvalue())
 
   def metrics(self) -> dict[str, float]:
-    return {
-      "eval/loss": self.loss,
-      "eval/loss_sem": self.loss_sem,
-      "eval/bits_per_byte": self.bits_per_byte,
-    }
+    loss = {"eval/loss": self.loss, "eval/loss_sem": self.loss_sem}
+    if self.accuracy is not None:
+      return {**loss, "eval/accuracy": self.accuracy}
+    return {**loss, "eval/bits_per_byte": self.bits_per_byte}
 
 
-def row_sums(model: LanguageModel, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-  """Summed negative log-likelihood and weight of each sequence."""
-  nll_BxL = model.token_losses(params, batch)
-  return jnp.sum(nll_BxL * batch.weights_BxL, 1), jnp.sum(batch.weights_BxL, 1)
+def row_sums(model: Classifier, params: Params, batch: Batch) -> dict[str, jax.Array]:
+  """Of each row: negative log-likelihood, weight, and for images whether the class is right."""
+
+  def weighted(x_BxL: jax.Array) -> jax.Array:
+    return jnp.sum(x_BxL * batch.weights_BxL, 1)
+
+  found = {"nll_R": weighted(model.token_losses(params, batch))}
+  if model.one_label:
+    found["correct_R"] = weighted(model.correct(params, batch))
+  return {**found, "weight_R": jnp.sum(batch.weights_BxL, 1)}
 
 
 class Stopped(Exception):
@@ -69,7 +88,7 @@ class Stopped(Exception):
 class Evaluator:
   """Evaluates parameters; the result depends on neither the batch size nor the devices."""
 
-  def __init__(self, model: LanguageModel, data: EvalSet, batch_size: int, mesh: Mesh):
+  def __init__(self, model: Classifier, data: EvalSet, batch_size: int, mesh: Mesh):
     self._data, self._mesh = data, mesh
     parts = sharding.shards(mesh)
     self._batch_size = -(-batch_size // parts) * parts
@@ -88,17 +107,16 @@ class Evaluator:
           jax.block_until_ready(parts[-2])  # one batch ahead, no more: memory, and a prompt stop
         if stop:
           raise Stopped
-    nll_R, weight_R = (
-      np.concatenate(x).astype(np.float64) for x in zip(*jax.device_get(parts), strict=True)
+    rows = len(self._data.batch.targets_BxL)
+    found = jax.tree.map(
+      lambda *x: np.concatenate(x).astype(np.float64)[:rows], *jax.device_get(parts)
     )
-    rows = len(self._data.batch.inputs_BxL)
-    return Evaluation(nll_R[:rows], weight_R[:rows], self._data.bytes)
+    return Evaluation(**found, bytes=self._data.bytes)
 
   def _batches(self) -> Iterator[Batch]:
     local = sharding.local_rows(self._mesh, self._batch_size)
-    rows = len(self._data.batch.inputs_BxL)
-    padding = -rows % self._batch_size  # padded rows weigh nothing
-    padded = jax.tree.map(lambda x: np.pad(x, ((0, padding), (0, 0))), self._data.batch)
+    rows = len(self._data.batch.targets_BxL)
+    padded = self._data.batch.padded(-rows % self._batch_size)
     for first in range(0, rows, self._batch_size):
       mine = slice(first + local.start, first + local.stop)
       yield sharding.to_devices(padded.rows(mine), self._mesh)

@@ -10,20 +10,20 @@ from jax.sharding import Mesh
 
 from nanosam.data.batch import Batch
 from nanosam.model import sharding
-from nanosam.model.language_model import LanguageModel
+from nanosam.model.classifier import Classifier
 from nanosam.model.transformer import Params
 from nanosam.optim.guard import Counts
 from nanosam.run.evaluation import row_sums
 from nanosam.system.errors import UserError
 
 
-def bad_rows(model: LanguageModel, params: Params, batch: Batch, mesh: Mesh) -> list[int]:
+def bad_rows(model: Classifier, params: Params, batch: Batch, mesh: Mesh) -> list[int]:
   """Rows of the batch whose plain loss is not finite."""
   with jax.set_mesh(mesh):
-    nll_B, weight_B = jax.jit(
-      lambda p, b: row_sums(model, p, b), out_shardings=sharding.replicated(mesh)
-    )(params, sharding.to_devices(batch, mesh))
-  return np.flatnonzero(~np.isfinite(np.asarray(nll_B) + np.asarray(weight_B))).tolist()
+    found = jax.jit(lambda p, b: row_sums(model, p, b), out_shardings=sharding.replicated(mesh))(
+      params, sharding.to_devices(batch, mesh)
+    )
+  return np.flatnonzero(~np.isfinite(sum(map(np.asarray, found.values())))).tolist()
 
 
 def bad_step_error(

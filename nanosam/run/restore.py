@@ -13,7 +13,7 @@ from nanosam import __version__
 from nanosam import config as config_lib
 from nanosam.data.sources import Source, source_of
 from nanosam.model import sharding
-from nanosam.model.language_model import LanguageModel
+from nanosam.model.classifier import Classifier
 from nanosam.model.transformer import Params
 from nanosam.optim import base
 from nanosam.optim.direction import Moments
@@ -30,7 +30,7 @@ RAW, AVERAGE = "raw", "average"
 class Loaded(NamedTuple):
   config: ml_collections.ConfigDict
   source: Source
-  model: LanguageModel
+  model: Classifier
   params: Params
   mesh: Mesh  # over all devices of this machine, however many the run had
   step: int
@@ -64,7 +64,7 @@ def load_run(
       "restore that data"
     )
   mesh = sharding.make_mesh(data=1, fsdp=-1)
-  train_step = TrainStep(c, source.tokenizer.vocab_size, mesh)
+  train_step = TrainStep(c, source.outputs, mesh)
   wanted = {"params": train_step.abstract_state.params}
   if with_moments or weights == AVERAGE:
     wanted["opt_state"] = train_step.abstract_state.opt_state

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nanosam.data.batch import Batch
+from nanosam.data.sources import text_of
 from nanosam.model import sharding
 from nanosam.model.transformer import Params, unembedding
 from nanosam.run.restore import Loaded
@@ -22,7 +23,8 @@ class Sampler:
   """
 
   def __init__(self, run: Loaded, *, temperature: float, top_k: int):
-    V = run.source.tokenizer.vocab_size
+    self.tokenizer = text_of(run.source, run.config.data.source).tokenizer
+    V = self.tokenizer.vocab_size
     need(0 <= temperature < math.inf, f"temperature={temperature} must be at least 0, and finite")
     need(0 <= top_k <= V, f"top_k={top_k} must be between 0 and the vocabulary's {V} tokens")
     self._run, self._L = run, run.config.model.L
@@ -33,7 +35,7 @@ class Sampler:
     """`num` continuations of `prompt`, which they include; text i does not depend on `num`."""
     need(num >= 1 and length >= 1, f"num={num} and length={length} must be at least 1")
     need(0 <= seed < 2**32, f"seed={seed} must be between 0 and 2**32")
-    eos = self._run.source.tokenizer.eos_id
+    eos = self.tokenizer.eos_id
     rows = -(-num // sharding.shards(self._run.mesh)) * sharding.shards(self._run.mesh)
     ids_NxT = np.tile(np.asarray(prompt, np.int32), (rows, 1))
     ended_N = np.zeros(rows, bool)

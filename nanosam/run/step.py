@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from nanosam.data.batch import Batch
 from nanosam.model import sharding
-from nanosam.model.language_model import language_model, model_config
-from nanosam.model.transformer import Params, Transformer
+from nanosam.model.classifier import make_model, make_network
+from nanosam.model.transformer import Params
 from nanosam.optim import base, guard, methods, schedules
 from nanosam.optim.gradient import Estimate, Metrics, Recipe, estimate, estimate_by_group
 from nanosam.optim.methods import MethodError
@@ -36,10 +36,10 @@ def make_recipe(opt: ml_collections.ConfigDict, params: Params) -> Recipe:
 class TrainStep:
   """Everything about one config that must be known before compiling its step."""
 
-  def __init__(self, c: ml_collections.ConfigDict, vocab_size: int, mesh: Mesh):
+  def __init__(self, c: ml_collections.ConfigDict, outputs: int, mesh: Mesh):
+    """`outputs`: pieces of the vocabulary, or classes of images."""
     self.config, self.mesh = c, mesh
-    self.model = language_model(c, vocab_size)
-    self._transformer = Transformer(model_config(c, vocab_size))
+    self.model, self._network = make_model(c, outputs), make_network(c, outputs)
     self.abstract_params = jax.eval_shape(self._init_params, jax.random.key(0))
     self.learning_rate, self.rho = schedules.learning_rate(c.opt), schedules.rho(c.opt)
     try:
@@ -56,8 +56,8 @@ class TrainStep:
     )
 
   def _init_params(self, key: jax.Array) -> Params:
-    tokens_1xL = jnp.zeros((1, self.config.model.L), jnp.int32)
-    return self._transformer.init(key, tokens_1xL)["params"]
+    one = self._network.example()
+    return self._network.init(key, jnp.zeros((1, *one.shape), one.dtype))["params"]
 
   def _init(self, key: jax.Array) -> TrainState:
     params = self._init_params(key)
@@ -104,14 +104,15 @@ class TrainStep:
     return estimate(self.recipe, passes, moments, rho), rho
 
   def abstract_batch(self) -> Batch:
-    c = self.config
+    c, one, L = self.config, self._network.example(), (self.config.model.L,)
 
-    def array(dtype: Any) -> jax.ShapeDtypeStruct:
-      shape = (c.batch_size, c.model.L)
-      return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.batch_sharding(self.mesh))
+    def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+      where = sharding.batch_sharding(self.mesh)
+      return jax.ShapeDtypeStruct((c.batch_size, *shape), dtype, sharding=where)
 
-    segments = array(jnp.int32) if c.data.mask_documents else None
-    return Batch(array(jnp.int32), array(jnp.int32), array(jnp.float32), segments)
+    segments = array(L, jnp.int32) if c.data.mask_documents else None
+    inputs, targets = array(one.shape, one.dtype), array(L, jnp.int32)
+    return Batch(inputs, targets, array(L, jnp.float32), segments)
 
   def trace(self) -> Any:
     """The step, traced for this mesh: `.jaxpr` to count, `.lower().compile()` to run."""

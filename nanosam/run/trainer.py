@@ -26,7 +26,7 @@ from nanosam.run.meter import Cost, Meter
 from nanosam.run.profiling import Profiler
 from nanosam.run.record import Position
 from nanosam.run.step import TrainState, TrainStep
-from nanosam.run.validate import check_devices
+from nanosam.run.validate import check_devices, check_source
 from nanosam.run.workdir import Workdir
 from nanosam.system.errors import Interrupted, UsageError, UserError
 from nanosam.system.progress import Progress
@@ -95,11 +95,16 @@ class Trainer:
     mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp)
     check_devices(c, sharding.shards(mesh))
     self.source = source_of(c.data)
+    check_source(c, self.source.image_size)
     self.source.check_length(
       L=c.model.L, batch_size=c.batch_size, steps=c.opt.num_train_steps, repeat=c.data.repeat
     )
-    self.train_step = TrainStep(c, self.source.tokenizer.vocab_size, mesh)
-    self.progress = Progress(c.opt.num_train_steps, None if hosts.first else open(os.devnull, "w"))
+    self.train_step = TrainStep(c, self.source.outputs, mesh)
+    self.progress = Progress(
+      c.opt.num_train_steps,
+      None if hosts.first else open(os.devnull, "w"),
+      unit="images" if self.source.image_size else "tokens",
+    )
     self.say = self.progress.note
     self.stream = self.source.train_stream(
       StreamOptions(
@@ -167,7 +172,7 @@ class Trainer:
       flops_per_step=self.flops,
       data=self.source.fingerprint,
       eval_set={
-        "sequences": len(data.batch.inputs_BxL),
+        "sequences": len(data.batch.targets_BxL),
         "documents": data.documents,
         "bytes": data.bytes,
       },

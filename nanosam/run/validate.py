@@ -6,7 +6,9 @@ import re
 import ml_collections
 
 from nanosam.config import flat, lookup
+from nanosam.model.classifier import NETWORKS
 from nanosam.model.transformer import ACTIVATIONS, ATTENTIONS
+from nanosam.model.vision import POOLINGS
 from nanosam.optim import methods, schedules
 from nanosam.optim.base import AVERAGES, BASES
 from nanosam.optim.direction import VARIANTS
@@ -15,6 +17,8 @@ from nanosam.run.profiling import parse_steps
 from nanosam.system.errors import UsageError, need
 
 CHOICES = {
+  "model.kind": NETWORKS,
+  "model.pooling": POOLINGS,
   "model.activation": ACTIVATIONS,
   "model.attention": ATTENTIONS,
   "model.dtype": ("float32", "bfloat16"),
@@ -32,9 +36,9 @@ CHOICES = {
   "wandb.mode": WANDB_MODES,
 }
 AT_LEAST_ONE = """
-  model.D model.H model.L model.N model.F batch_size grad_accumulation_steps opt.num_train_steps
-  eval_every_steps eval_steps eval_batch_size diagnostics.batch_size log_every_steps
-  checkpoint_every_steps max_to_keep cluster.timeout
+  model.D model.H model.L model.N model.F model.image_size model.patch_size batch_size
+  grad_accumulation_steps opt.num_train_steps eval_every_steps eval_steps eval_batch_size
+  diagnostics.batch_size log_every_steps checkpoint_every_steps max_to_keep cluster.timeout
 """.split()
 NOT_NEGATIVE = """
   seed data_seed head.chunk opt.rho opt.rho_warmup_steps opt.perturb_group opt.asam_eta opt.eps
@@ -84,6 +88,32 @@ def validate(c: ml_collections.ConfigDict) -> None:
     f"set it to {o.num_train_steps // 10}, a tenth",
   )
   _method(c)
+  if m.kind == "vit":
+    _vision(c)
+
+
+def _vision(c: ml_collections.ConfigDict) -> None:
+  m = c.model
+  need(
+    m.image_size % m.patch_size == 0,
+    f"model.image_size={m.image_size} is not divisible by model.patch_size={m.patch_size}",
+  )
+  need(m.L == 1, f"model.L={m.L}: an image has one label, so set model.L=1")
+  need(not c.data.mask_documents, "data.mask_documents is for text: images have no documents")
+
+
+def check_source(c: ml_collections.ConfigDict, image_size: int) -> None:
+  """Whether the data is what the model takes; `image_size` is that of the source, 0 for text."""
+  name, size = c.data.source, image_size
+  if c.model.kind == "vit":
+    need(size > 0, f"{name} is text: with model.kind=vit set data.source to digits or images:DIR")
+    need(
+      size == c.model.image_size,
+      f"the images of {name} are {size} x {size} pixels: set model.image_size={size}, and "
+      "model.patch_size to a divisor of it",
+    )
+  else:
+    need(size == 0, f"{name} holds images: set model.kind=vit, or start from configs/vit.py")
 
 
 def _multiples(value: int, of: int) -> str:
@@ -141,7 +171,7 @@ def check_devices(c: ml_collections.ConfigDict, shards: int) -> None:
   parts = 1 if c.opt.perturb_group else c.grad_accumulation_steps
   need(
     micro % shards == 0,
-    f"a microbatch of {micro} sequences (batch_size={c.batch_size}, grad_accumulation_steps="
+    f"a microbatch of {micro} rows (batch_size={c.batch_size}, grad_accumulation_steps="
     f"{c.grad_accumulation_steps}, opt.perturb_group={c.opt.perturb_group}) does not divide over "
     f"{shards} devices: make it a multiple of {shards}, with {key}="
     f"{_multiples(micro * parts, shards * parts)}",

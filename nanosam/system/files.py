@@ -6,7 +6,9 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -34,6 +36,31 @@ def disk_errors(path: pathlib.Path | epath.Path) -> Iterator[None]:
     raise UserError(
       f"cannot write {path}: {e.strerror or e}; make room or fix the permissions, "
       "then run the same command again"
+    ) from e
+
+
+def build_folder(
+  final: pathlib.Path, last: str, write: Callable[[pathlib.Path], None], what: str
+) -> None:
+  """A folder that is there whole or not at all; `last` is the name of a file in it.
+
+  Several processes may build it at once: the first to finish wins.
+  """
+  partial = final.parent / f".{final.name}-{uuid.uuid4().hex}"
+  try:
+    partial.mkdir(parents=True)
+    try:
+      write(partial)
+      partial.rename(final)
+    except OSError:
+      if not (final / last).exists():  # otherwise another process was faster: use its copy
+        raise
+    finally:
+      shutil.rmtree(partial, ignore_errors=True)
+  except OSError as e:
+    raise UserError(
+      f"cannot write {what} to {final.parent}: {e.strerror or e}; "
+      "free some space or set NANOSAM_CACHE to another directory"
     ) from e
 
 

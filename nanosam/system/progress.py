@@ -20,10 +20,11 @@ class Progress:
     total_steps: int,
     stream: TextIO | None = None,
     *,
+    unit: str = "tokens",
     every_seconds: float = 10.0,
     clock: Callable[[], float] = time.monotonic,
   ):
-    self._total = total_steps
+    self._total, self._unit = total_steps, unit
     self._stream = sys.stderr if stream is None else stream
     self._clock = clock
     self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -35,7 +36,7 @@ class Progress:
     self._lock = threading.Lock()
 
   def update(self, step: int, *, loss: float, tokens_per_sec: float) -> None:
-    line = f"step {step}/{self._total}  loss {loss:.4f}  {_short(tokens_per_sec)} tokens/s"
+    line = f"step {step}/{self._total}  loss {loss:.4f}  {_short(tokens_per_sec)} {self._unit}/s"
     self.work(line, step, self._total, now=step >= self._total)
 
   def work(

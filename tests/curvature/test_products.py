@@ -132,7 +132,7 @@ def test_no_product_holds_all_logits():
   params = {"embed": jnp.ones((V, 3)), "mix": jnp.ones((3, 3))}
 
   def hidden(p, batch):
-    return jnp.tanh(p["embed"][batch.inputs_BxL] @ p["mix"])
+    return jnp.tanh(p["embed"][batch.inputs] @ p["mix"])
 
   model = toy(hidden=hidden, hidden_perturbed=hidden, chunk=8)
   passes = Passes(model, params, batch)
@@ -204,7 +204,7 @@ def test_taus_ignore_the_scale_of_the_loss(x64):
 def test_a_model_linear_in_its_parameters_has_no_functional_path(x64):
   """Logits h W^T with h fixed: H_F = 0, tau = (1, 0, 0)."""
   _, batch, _ = setting()
-  h = jax.random.normal(jax.random.key(3), (*batch.inputs_BxL.shape, 5))
+  h = jax.random.normal(jax.random.key(3), (*batch.inputs.shape, 5))
   params = {"unembed": jax.random.normal(jax.random.key(4), (V, 5)), "embed": jnp.zeros((1, 1))}
   d = noise(params)
   found = find_taus(params, batch, d, hidden=lambda p, b: h)
@@ -214,7 +214,7 @@ def test_a_model_linear_in_its_parameters_has_no_functional_path(x64):
 def test_two_linear_layers_have_the_functional_hessian_of_their_product(x64):
   """F = x W1 W2^T: <R, F> is bilinear, so H_F (V1, V2) = (x^T R V2, (x V1)^T R)^T, closed form."""
   _, batch, _ = setting()
-  x = jax.random.normal(jax.random.key(5), (*batch.inputs_BxL.shape, 4))
+  x = jax.random.normal(jax.random.key(5), (*batch.inputs.shape, 4))
   model = toy(hidden=lambda p, b: x @ p["W1"], hidden_perturbed=lambda p, b: x @ p["W1"])
   params = {
     "W1": jax.random.normal(jax.random.key(6), (4, 5)),

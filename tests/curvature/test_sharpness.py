@@ -124,8 +124,8 @@ def test_errors(whole, tmp_path):
 def test_rows_are_full_and_as_many_as_asked_for(whole):
   run = restore.load_run(whole)
   few, more = (validation_rows(run.source, run.config, n, fewer="") for n in (5, 9))
-  assert few.inputs_BxL.shape == (5, 32) and few.weights_BxL.min() == 1
-  np.testing.assert_array_equal(few.inputs_BxL, more.inputs_BxL[:5])
+  assert few.inputs.shape == (5, 32) and few.weights_BxL.min() == 1
+  np.testing.assert_array_equal(few.inputs, more.inputs[:5])
 
 
 # During training.

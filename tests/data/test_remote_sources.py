@@ -102,7 +102,7 @@ def test_a_remote_store_is_copied_once_and_is_the_same(store, tmp_path, capsys):
   assert found.fingerprint == local.fingerprint
   assert found.train_documents == 70
   a, b = (s.validation(L=16, rows=50, mask_documents=False) for s in (found, local))
-  np.testing.assert_array_equal(a.batch.inputs_BxL, b.batch.inputs_BxL)
+  np.testing.assert_array_equal(a.batch.inputs, b.batch.inputs)
   assert "copying" in capsys.readouterr().err
   opened.clear()
   open_it("tokens:gs://b/store", tmp_path / "cache")

@@ -99,8 +99,8 @@ def test_resume_on_another_number_of_hosts(source):
     half.restore(merge_states([one.state()]))
     next(half)
   state = merge_states([half.state() for half in halves])
-  parts = [next(half).inputs_BxL for half in halves]
-  np.testing.assert_array_equal(np.concatenate(parts), whole[6].inputs_BxL)
+  parts = [next(half).inputs for half in halves]
+  np.testing.assert_array_equal(np.concatenate(parts), whole[6].inputs)
   one.restore(state)
   assert_same([next(one)], whole[6:7])
   for s in (one, *halves):
@@ -119,7 +119,7 @@ def test_rows_are_what_the_stream_holds(source, tokens):
     assert {x.dtype for x in batch[:2]} == {np.dtype("int32")}
     assert batch.weights_BxL.dtype == np.float32
     assert batch.segments_BxL is None
-    np.testing.assert_array_equal(batch.inputs_BxL[:, 1:], batch.targets_BxL[:, :-1])
+    np.testing.assert_array_equal(batch.inputs[:, 1:], batch.targets_BxL[:, :-1])
     for inputs, targets, weights in zip(*batch[:3], strict=True):
       row = (*inputs.tolist(), targets[-1])
       assert row in rows or weights.min() == 0
@@ -132,7 +132,7 @@ def test_each_token_is_predicted_once_per_epoch(source, tokens):
   for epoch in (batches[:num_rows], batches[num_rows:]):
     seen = collections.Counter()
     for batch in epoch:
-      pairs = zip(batch.inputs_BxL[0], batch.targets_BxL[0], strict=True)
+      pairs = zip(batch.inputs[0], batch.targets_BxL[0], strict=True)
       seen.update(p for p, w in zip(pairs, batch.weights_BxL[0], strict=True) if w)
     assert seen == collections.Counter(itertools.pairwise(tokens))
 
@@ -142,7 +142,7 @@ def test_seeds_and_epochs_have_orders_of_their_own(source, tokens):
 
   def order(seed, epoch):
     batches = take(source, 3 * num_rows, batch_size=1, rows=range(1), data_seed=seed)
-    return [b.inputs_BxL.tobytes() for b in batches[epoch * num_rows :][:num_rows]]
+    return [b.inputs.tobytes() for b in batches[epoch * num_rows :][:num_rows]]
 
   orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)]
   assert len({tuple(o) for o in orders}) == len(orders)
@@ -157,8 +157,8 @@ def test_a_batch_spans_the_end_of_an_epoch(source, tokens):
   steps = num_rows // B + 2
   single = take(source, steps * B, batch_size=1, rows=range(1))
   batches = take(source, steps)
-  rows = np.concatenate([b.inputs_BxL for b in batches])
-  np.testing.assert_array_equal(rows, np.concatenate([b.inputs_BxL for b in single]))
+  rows = np.concatenate([b.inputs for b in batches])
+  np.testing.assert_array_equal(rows, np.concatenate([b.inputs for b in single]))
 
 
 def test_epoch_counts_passes(source, tokens):
@@ -206,9 +206,9 @@ def test_batch_hash_names_the_tokens(source):
   names = {batch_hash(a), batch_hash(b), batch_hash(take(source, 1, data_seed=1)[0])}
   swapped = type(a)(*(x if x is None else x[::-1] for x in a))
   assert len({*names, batch_hash(swapped)}) == 4
-  changed = a.inputs_BxL.copy()
+  changed = a.inputs.copy()
   changed[3, 5] ^= 1
-  assert batch_hash(a._replace(inputs_BxL=changed)) not in names
+  assert batch_hash(a._replace(inputs=changed)) not in names
   assert all(len(name) == 16 for name in names)
 
 
@@ -248,10 +248,10 @@ def test_validation_is_a_prefix_of_whole_documents(source, rows):
   assert found.documents == documents > 0
   assert found.bytes == sum(len(t.encode()) for t in VALIDATION[:documents])
   assert found.bytes > sum(len(t) for t in VALIDATION[:documents])  # bytes, not characters
-  assert len(batch.inputs_BxL) == -(-(len(expected) - 1) // L) <= rows
+  assert len(batch.inputs) == -(-(len(expected) - 1) // L) <= rows
   real = batch.weights_BxL.ravel() > 0
   assert real.sum() == len(expected) - 1
-  assert batch.inputs_BxL.ravel()[real].tolist() == expected[:-1]
+  assert batch.inputs.ravel()[real].tolist() == expected[:-1]
   assert batch.targets_BxL.ravel()[real].tolist() == expected[1:]
   assert (batch.targets_BxL.ravel()[~real] == tokenizer.pad_id).all()
   text = "".join(tokenizer.decode(batch.targets_BxL.ravel()[real]))

@@ -47,7 +47,7 @@ def source(directory):
 
 def tokens_of(batches):
   """The stream of tokens, once each: rows share one with the next."""
-  flat = np.concatenate([b.inputs_BxL.ravel() for b in batches])
+  flat = np.concatenate([b.inputs.ravel() for b in batches])
   return np.append(flat, batches[-1].targets_BxL[-1, -1])
 
 
@@ -62,11 +62,11 @@ def documents_in(tokens, tokenizer):
 def test_a_stream_is_whole_documents_each_once_per_epoch(source):
   batches = take(source, 220)
   for b in batches:
-    np.testing.assert_array_equal(b.inputs_BxL.ravel()[1:], b.targets_BxL.ravel()[:-1])
-    assert b.inputs_BxL.dtype == b.targets_BxL.dtype == np.int32
+    np.testing.assert_array_equal(b.inputs.ravel()[1:], b.targets_BxL.ravel()[:-1])
+    assert b.inputs.dtype == b.targets_BxL.dtype == np.int32
     assert b.weights_BxL.all()
   for a, b in itertools.pairwise(batches):
-    assert a.targets_BxL[-1, -1] == b.inputs_BxL[0, 0], "the next batch goes on at once"
+    assert a.targets_BxL[-1, -1] == b.inputs[0, 0], "the next batch goes on at once"
   found = documents_in(tokens_of(batches), source.tokenizer)
   n = len(TRAIN)
   assert len(found) > 2 * n
@@ -113,7 +113,7 @@ def test_hosts_share_the_documents(source, hosts):
     with pytest.raises(UserError, match="training data ends after"):
       for batch in stream(source, rows=range(h * n, h * n + n), repeat=False):
         batches.append(batch)
-    assert batches[0].inputs_BxL.shape == (n, L)
+    assert batches[0].inputs.shape == (n, L)
     mine = documents_in(tokens_of(batches), source.tokenizer)
     found.update(mine)
     assert len(mine) > 0.8 * len(TRAIN) / hosts
@@ -175,7 +175,7 @@ def test_running_out(source):
 def test_masked_documents(source):
   bos = source.tokenizer.bos_id
   for batch in take(source, 10, mask_documents=True):
-    starts = np.cumsum(batch.inputs_BxL[:, 1:] == bos, axis=1) + 1
+    starts = np.cumsum(batch.inputs[:, 1:] == bos, axis=1) + 1
     np.testing.assert_array_equal(batch.segments_BxL[:, 1:], starts)
     np.testing.assert_array_equal(batch.weights_BxL, batch.targets_BxL != bos)
 

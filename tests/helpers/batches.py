@@ -18,3 +18,13 @@ def random_batch(seed: int, B: int, L: int, V: int, padded: bool = True) -> Batc
     weights_BxL if padded else full_BxL,
     None,
   )
+
+
+def random_images(seed: int, B: int, S: int, V: int) -> Batch:
+  """Images of S x S pixels with classes; every third row is padding."""
+  key_x, key_y = jax.random.split(jax.random.key(seed))
+  return Batch(
+    jax.random.randint(key_x, (B, S, S, 3), 0, 256).astype(jnp.uint8),
+    jax.random.randint(key_y, (B, 1), 0, V, jnp.int32),
+    (jnp.arange(B) % 3 < 2).astype(jnp.float32)[:, None],
+  )

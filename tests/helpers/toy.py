@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from helpers.batches import random_batch
-from nanosam.model.language_model import LanguageModel
+from nanosam.model.classifier import Classifier
 from nanosam.optim import methods
 from nanosam.optim.direction import Moments
 from nanosam.optim.gradient import Recipe, estimate, estimate_by_group
@@ -35,14 +35,14 @@ def make_method(name, **changes):
 
 def hidden(p, batch):
   """Small, smooth, nonlinear in every parameter, with an embedding that the head uses too."""
-  x_BxLxD = p["embed"][batch.inputs_BxL] * p["scale"]
+  x_BxLxD = p["embed"][batch.inputs] * p["scale"]
   x_BxLxD += jnp.cumsum(jnp.tanh(x_BxLxD @ p["mlp"]["up"]) @ p["mlp"]["down"], axis=1)
   return x_BxLxD
 
 
 def toy(**changes):
   defaults = dict(hidden=hidden, hidden_perturbed=hidden, chunk=4, residual="recompute")
-  return LanguageModel(**defaults | changes)
+  return Classifier(**defaults | changes)
 
 
 @functools.partial(jax.jit, static_argnums=0)

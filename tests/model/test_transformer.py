@@ -8,12 +8,13 @@ import pytest
 
 from nanosam import config as config_lib
 from nanosam.model import transformer
-from nanosam.model.language_model import model_config
+from nanosam.model.classifier import model_config
 
 CFG = transformer.ModelConfig(
   **{"D": 16, "H": 2, "L": 8, "N": 2, "F": 32, "V": 50},
   **{"activation": "gelu", "tied": True, "dtype": jnp.float32},
   **{"remat": False, "scan_layers": False, "attention": "plain"},
+  **{"kind": "decoder", "image_size": 0, "patch_size": 0, "pooling": ""},
 )
 
 
@@ -57,7 +58,7 @@ def test_a_row_that_many_tokens_share_gets_its_whole_gradient_in_bf16():
 )
 def test_paper_sizes(size, millions):
   c = config_lib.default(size=size)
-  cfg = model_config(c, vocab_size=32_101)
+  cfg = model_config(c, outputs=32_101)
   params = jax.eval_shape(
     lambda: transformer.Transformer(cfg).init(jax.random.key(0), tokens(1, 512))
   )

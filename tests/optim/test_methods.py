@@ -132,7 +132,7 @@ def test_penalty_sam_is_autodiff_of_its_objective(x64):
 
 
 def features(batch):
-  return jax.nn.one_hot(batch.inputs_BxL, V, dtype=jnp.float64)
+  return jax.nn.one_hot(batch.inputs, V, dtype=jnp.float64)
 
 
 def test_linear_model_has_no_functional_path(x64):

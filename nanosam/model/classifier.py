@@ -1,7 +1,8 @@
-"""Next-token prediction as the methods see it: a Transformer, and a head that works in chunks.
+"""Classification as the methods see it: a network, and a head that works in chunks.
 
-Its outputs are the last hidden states and the unembedding matrix, not the B x L x V logits. A tied
-embedding is read by the body and handed to the head: the backward pass adds its two gradients.
+The classes are the pieces of a vocabulary, one for each of L positions, or those of an image (L =
+1). The outputs are the last hidden states and the unembedding matrix, not the B x L x V logits. A
+tied embedding is read by the body and handed to the head: the backward pass adds its two gradients.
 """
 
 import dataclasses
@@ -17,21 +18,26 @@ from nanosam.data.batch import Batch
 from nanosam.model import head
 from nanosam.model.sharding import batch_shards, split_like_parameters, split_over_batch
 from nanosam.model.transformer import ModelConfig, Params, Transformer, unembedding
+from nanosam.model.vision import VisionTransformer
 from nanosam.optim.objective import Pulled, Source, interleaved
 
 STORE_LIMIT_BYTES = 2**27  # head.residual=auto stores a residual up to this size on each device
+
+Network = Transformer | VisionTransformer  # of (inputs, segments) to last hidden states
+NETWORKS: dict[str, type[Network]] = {"decoder": Transformer, "vit": VisionTransformer}
 
 Hidden = Callable[[Params, Batch], jax.Array]  # to last hidden states, B x L x D
 
 
 @dataclasses.dataclass(frozen=True)
-class LanguageModel:
+class Classifier:
   """An Objective (nanosam/optim/objective.py)."""
 
   hidden: Hidden
   hidden_perturbed: Hidden  # the same, in the compute type of the second pass
   chunk: int  # of the head
   residual: str  # store | recompute | auto
+  one_label: bool = False  # for a whole example: then it makes sense to count those that are right
 
   def outputs(self, params: Params, batch: Batch, *, perturbed: bool = False) -> head.Point:
     hidden = self.hidden_perturbed if perturbed else self.hidden
@@ -57,7 +63,7 @@ class LanguageModel:
 
   def stores_residual(self, params: Params, batch: Batch) -> bool:
     """A residual costs memory, hidden states a matrix product."""
-    size = math.prod(batch.inputs_BxL.shape) * unembedding(params).shape[0]
+    size = math.prod(batch.targets_BxL.shape) * unembedding(params).shape[0]
     dtype = jax.eval_shape(self.hidden, params, batch).dtype
     fits = size * dtype.itemsize / batch_shards() <= STORE_LIMIT_BYTES
     return self.residual == "store" or (self.residual == "auto" and fits)
@@ -78,6 +84,10 @@ class LanguageModel:
     """Negative log-likelihood of each target, unweighted."""
     return head.token_losses(self.outputs(params, batch), batch.targets_BxL, chunk=self.chunk)
 
+  def correct(self, params: Params, batch: Batch) -> jax.Array:
+    """Whether each target is the class with the largest logit."""
+    return head.correct(self.outputs(params, batch), batch.targets_BxL, chunk=self.chunk)
+
   def second_derivative(
     self, at: head.Point, speed: head.Point, acceleration: head.Point, batch: Batch, total: Any
   ) -> tuple[jax.Array, jax.Array]:
@@ -90,24 +100,33 @@ def targets(batch: Batch, total: jax.Array) -> head.Targets:
   return head.Targets(batch.targets_BxL, batch.weights_BxL / total)
 
 
-def model_config(c: ml_collections.ConfigDict, vocab_size: int, dtype: str = "") -> ModelConfig:
+def model_config(c: ml_collections.ConfigDict, outputs: int, dtype: str = "") -> ModelConfig:
   settings = {**c.model.to_dict(), "dtype": jnp.dtype(dtype or c.model.dtype)}
-  return ModelConfig(**settings, V=vocab_size)
+  return ModelConfig(**settings, V=outputs)
 
 
-def language_model(c: ml_collections.ConfigDict, vocab_size: int) -> LanguageModel:
+def make_network(c: ml_collections.ConfigDict, outputs: int, dtype: str = "") -> Network:
+  """The network of a config, for so many classes."""
+  return NETWORKS[c.model.kind](model_config(c, outputs, dtype))
+
+
+def make_model(c: ml_collections.ConfigDict, outputs: int) -> Classifier:
   """The model of a config."""
 
   def hidden(dtype: str) -> Hidden:
-    model = Transformer(model_config(c, vocab_size, dtype))
+    network = make_network(c, outputs, dtype)
 
     def apply(params: Params, batch: Batch) -> jax.Array:
-      h_BxLxD = model.apply({"params": params}, batch.inputs_BxL, batch.segments_BxL)
+      h_BxLxD = network.apply({"params": params}, batch.inputs, batch.segments_BxL)
       assert isinstance(h_BxLxD, jax.Array)
       return h_BxLxD
 
     return apply
 
-  return LanguageModel(
-    hidden(c.model.dtype), hidden(c.opt.perturbed_dtype), c.head.chunk, c.head.residual
+  return Classifier(
+    hidden(c.model.dtype),
+    hidden(c.opt.perturbed_dtype),
+    c.head.chunk,
+    c.head.residual,
+    one_label=c.model.kind == "vit",
   )
