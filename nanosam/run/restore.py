@@ -25,6 +25,15 @@ from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, storage_errors
 
 
+class Opened(NamedTuple):
+  """A run whose arrays have not been read yet."""
+
+  config: ml_collections.ConfigDict
+  source: Source
+  checkpoints: Checkpoints
+  step: int
+
+
 class Loaded(NamedTuple):
   config: ml_collections.ConfigDict
   source: Source
@@ -35,10 +44,8 @@ class Loaded(NamedTuple):
   moments: Moments = Moments()  # of the optimizer, if asked for
 
 
-def load_run(
-  folder: str | os.PathLike[str], step: str = "latest", with_moments: bool = False
-) -> Loaded:
-  """The run's model at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
+def open_run(folder: str | os.PathLike[str], step: str = "latest") -> Opened:
+  """The run at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
   workdir = epath.Path(folder)
   with storage_errors(str(workdir)) if is_remote(str(workdir)) else contextlib.nullcontext():
     stored = record.read_config(workdir)
@@ -56,6 +63,14 @@ def load_run(
       f"{source.fingerprint} (other files, or other package versions behind the embedded corpus): "
       "restore that data"
     )
+  return Opened(c, source, checkpoints, number)
+
+
+def load_run(
+  folder: str | os.PathLike[str], step: str = "latest", with_moments: bool = False
+) -> Loaded:
+  """The run's model at `step`, over all devices of this machine."""
+  c, source, checkpoints, number = open_run(folder, step)
   mesh = sharding.make_mesh(data=1, fsdp=-1)
   train_step = TrainStep(c, source.tokenizer.vocab_size, mesh)
   wanted = {"params": train_step.abstract_state.params}
