@@ -116,6 +116,9 @@ def _opt(method: str, model: ml_collections.ConfigDict) -> ml_collections.Config
   o.b2 = 0.98  # second moment (adamw, muon's Adam part), lion's slow average
   o.eps = 1e-9  # in Adam's denominator
   o.clip_by_global_norm = 0.0  # of the final gradient; 0 = off
+  o.average = "none"  # averaged weights beside the raw ones: none | ema | tail (of the last steps)
+  o.average_decay = 0.999  # ema: what the average keeps of itself at each step
+  o.average_fraction = 0.1  # tail: the share of all steps that it is the mean of
   # The perturbation.
   o.rho = 0.05  # its radius (adamw has none)
   o.rho_schedule = "constant"  # constant | warmup | lr (proportional to it) | piecewise

@@ -19,9 +19,10 @@ from nanosam.system.remote import is_remote
 
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
-  if args.save and (args.source or args.step != "latest" or is_remote(args.workdir)):
-    raise UsageError("--save is only for the latest step of a local run, on its own source")
-  run = load_run(args.workdir, args.step)
+  other = args.source or args.step != "latest" or args.weights != "raw"
+  if args.save and (other or is_remote(args.workdir)):
+    raise UsageError("--save is only for the latest raw weights of a local run, on its own source")
+  run = load_run(args.workdir, args.step, weights=args.weights)
   c = run.config
   name = args.source or c.data.source
   source = source_of(c.data, name)
@@ -38,8 +39,9 @@ def main(argv: list[str]) -> None:
     evaluation.save(pathlib.Path(args.workdir) / SEQUENCES_FILE, run.step)
   rows = len(data.batch.targets_BxL)
   if args.json:
-    facts = {"step": run.step, "source": name, "sequences": rows, "documents": data.documents}
-    print(json.dumps({**facts, "bytes": data.bytes, **evaluation.metrics()}))
+    facts = {"step": run.step, "weights": args.weights, "source": name, "sequences": rows}
+    facts |= {"documents": data.documents, "bytes": data.bytes}
+    print(json.dumps({**facts, **evaluation.metrics()}))
   else:
     print(f"step {run.step} on {rows} rows of {name}:  {evaluation}")
 

@@ -24,7 +24,8 @@ def main(argv: list[str]) -> None:
   figures.check_installed()
   out = results_folder(args)
   first, *others = (
-    curve(load_run(workdir, args.step), workdir, args) for workdir in (args.workdir, *args.compare)
+    curve(load_run(workdir, args.step, weights=args.weights), workdir, args)
+    for workdir in (args.workdir, *args.compare)
   )
   found = {**first, "compared": others}
   write_json(out / FILE, found)

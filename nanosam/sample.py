@@ -11,7 +11,7 @@ from nanosam.system.command_line import RunParser
 
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
-  run = load_run(args.workdir, args.step)
+  run = load_run(args.workdir, args.step, weights=args.weights)
   sampler = Sampler(run, temperature=args.temperature, top_k=args.top_k)
   tokenizer = sampler.tokenizer
   prompt = [tokenizer.bos_id, *tokenizer.encode(args.prompt)]

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
   check(args)
   figures.check_installed()
   out = results_folder(args)
-  found = measure(load_run(args.workdir, args.step, with_moments=True), args)
+  found = measure(load_run(args.workdir, args.step, True, args.weights), args)
   write_json(out / FILE, found)
   print(table(found))
   figures.landscape(out / "sharpness", found)

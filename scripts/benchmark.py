@@ -2,6 +2,7 @@
 
 python scripts/benchmark.py step [--size=2M --batch_size=8 --length=256 --methods=... --json]
 python scripts/benchmark.py curvature [the same, without methods]
+python scripts/benchmark.py library [--batch_size=512 --rounds=15 --json]
 python scripts/benchmark.py data [--input=GLOB --tokenizer=FILE --workers=2 --repeats=3 --json]
 """
 
@@ -24,6 +25,7 @@ import optax
 import psutil
 import sentencepiece
 
+import nanosam
 from nanosam import config as config_lib
 from nanosam.curvature import products
 from nanosam.data import embedded
@@ -53,12 +55,17 @@ Rows = list[dict[str, Any]]
 
 
 def main(argv: list[str]) -> None:
-  kinds = {"step": measure_steps, "curvature": measure_curvature, "data": measure_data}
+  kinds = {
+    "step": measure_steps,
+    "curvature": measure_curvature,
+    "library": measure_library,
+    "data": measure_data,
+  }
   kind = "".join(argv[1:2])
   if kind in ("-h", "--help"):
     return print(__doc__)
   if kind not in kinds:
-    raise errors.UsageError("say what to measure: benchmark.py step, curvature or data")
+    raise errors.UsageError("say what to measure: benchmark.py step, curvature, library or data")
   args = parser(kind).parse_args(argv[2:])
   rows = kinds[kind](args)
   print(json.dumps(rows, indent=2) if args.json else table(rows))
@@ -74,6 +81,10 @@ def parser(kind: str) -> Parser:
     add("--workers", type=int, default=2)
     add("--repeats", type=int, default=3)
     return p
+  add("--rounds", type=int, default=15)
+  if kind == "library":
+    add("--batch_size", type=int, default=512)
+    return p
   add("--size", default="2M", choices=config_lib.SIZES)
   add("--batch_size", type=int, default=8)
   add("--length", type=int, default=256)
@@ -82,7 +93,6 @@ def parser(kind: str) -> Parser:
   add("--chunk", type=int, default=32)
   add("--residual", default="auto", help="store, recompute or auto")
   add("--methods", default=",".join(METHODS))
-  add("--rounds", type=int, default=15)
   return p
 
 
@@ -270,6 +280,76 @@ def measure_curvature(args: argparse.Namespace) -> Rows:
     }
     for name, p in programs.items()
   ]
+
+
+# ---- library: nanosam.value_and_grad against the same method written out for one model -----------
+
+WIDTH, CLASSES, RHO = 512, 10, 0.1
+
+
+def measure_library(args: argparse.Namespace) -> Rows:
+  """An MLP with Adam; `by hand` has no guard, no metrics and no choice of method."""
+  keys = jax.random.split(jax.random.key(0), 5)
+  shapes = [(WIDTH, WIDTH)] * 3 + [(WIDTH, CLASSES)]
+  params = [jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys[1:], shapes, strict=True)]
+  x_BxD = jax.random.normal(keys[0], (args.batch_size, WIDTH))
+  batch = {"x": x_BxD, "y": jnp.arange(args.batch_size) % CLASSES}
+  tx = optax.adam(1e-3)
+  programs = {}
+  for name in ("adamw", "sam", "func_sam", "precond_func_sam"):
+    ours = nanosam.value_and_grad(mlp, mean_loss, method=name, rho=RHO)
+    theirs = functools.partial(by_hand, name)
+    for grad, title in ((ours, name), (theirs, f"{name} by hand")):
+
+      def step(state, batch, grad=grad):
+        params, opt_state = state
+        (value, metrics), g = grad(params, batch, opt_state)
+        updates, opt_state = tx.update(g, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), (value, metrics)
+
+      state = jax.tree.map(jnp.copy, (params, tx.init(params)))
+      traced = jax.jit(step, donate_argnums=0).trace(state, batch)
+      programs[title] = Program(traced, state, batch, is_step=True)
+  _, ratio = interleaved({name: p.seconds for name, p in programs.items()}, args.rounds)
+  return [
+    {
+      "method": name,
+      "time_ratio_to_by_hand": ratio(name, f"{name} by hand"),
+      "time_ratio": ratio(name, "adamw"),
+      "flops_ratio": programs[name].flops / programs["adamw"].flops,
+      "memory_ratio_to_by_hand": programs[name].peak_bytes / programs[f"{name} by hand"].peak_bytes,
+    }
+    for name in programs
+    if "by hand" not in name
+  ]
+
+
+def mlp(params: list[jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+  x = batch["x"]
+  for w in params[:-1]:
+    x = jax.nn.gelu(x @ w)
+  return x @ params[-1]
+
+
+def mean_loss(z_BxK: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+  return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(z_BxK, batch["y"]))
+
+
+def by_hand(name: str, params: Any, batch: Any, opt_state: Any) -> Any:
+  z, back = jax.vjp(lambda p: mlp(p, batch), params)
+  value, residual = jax.value_and_grad(mean_loss)(z, batch)
+  (g,) = back(residual)
+  if name == "adamw":
+    return (value, {}), g
+  d = g
+  if name == "precond_func_sam":
+    adam = opt_state[0]
+    unbias = jnp.maximum(1 - 0.999**adam.count, 1e-3)
+    d = jax.tree.map(lambda g, nu: g / (jnp.sqrt(nu / unbias) + 1e-8), g, adam.nu)
+  norm = optax.tree.norm(d)
+  there = jax.tree.map(lambda p, d: p + RHO / norm * d, params, d)
+  z, back = jax.vjp(lambda p: mlp(p, batch), there)
+  return (value, {}), back(jax.grad(mean_loss)(z, batch) if name == "sam" else residual)[0]
 
 
 # ---- data: everything relative to SentencePiece's own batch encoding of the same text ------------

@@ -10,6 +10,9 @@ DIR. After each stage DIR/EXPERIMENT has results.json, table.md and figures; `--
 writes these. `--dry_run` lists every run with tokens and FLOPs, and with `--device=` device-hours.
 
 --set changes arguments of the config: --set=width=128 --set=steps=600.
+
+python scripts/reproduce.py simplicity --out=DIR [--seeds=100] [--set=NAME=VALUE ...]
+is an experiment of its own, minutes on one core: nanosam/paper/simplicity/experiment.py.
 """
 
 import argparse
@@ -20,13 +23,19 @@ from nanosam.paper import measures, stages
 from nanosam.paper.experiments import EXPERIMENTS, MEASURES, STAGES
 from nanosam.paper.findings import write_report
 from nanosam.paper.protocol import FACTORS, Lab
+from nanosam.paper.simplicity import command as simplicity
+from nanosam.paper.simplicity.experiment import Settings
 from nanosam.study.backends import add_backend_arguments, say
 from nanosam.system import errors
 from nanosam.system.command_line import Parser, numbers
 from nanosam.system.errors import UsageError
 
+SIMPLICITY = "simplicity"
+
 
 def main(argv: list[str]) -> None:
+  if SIMPLICITY in argv[1:2]:
+    return reproduce_simplicity(argv)
   args = parser().parse_args(argv[1:])
   lab = make_lab(args)
   known = (*lab.stages, *lab.measures)
@@ -47,6 +56,15 @@ def main(argv: list[str]) -> None:
     elif stage in STAGES and not stages.train(lab, stage, args.backend, args.jobs, argv):
       return say(f"stage {stage} is in the queue: run the same command again when it is done")
   write_report(lab, argv)
+
+
+def reproduce_simplicity(argv: list[str]) -> None:
+  p = Parser(f"python scripts/reproduce.py {SIMPLICITY}", __doc__)
+  p.add_argument("--out", required=True, type=pathlib.Path)
+  p.add_argument("--seeds", type=int, default=Settings.seeds)
+  p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+  args = p.parse_args(argv[2:])
+  simplicity.run(args.out, simplicity.changed(Settings(seeds=args.seeds), args.set), argv, say)
 
 
 def parser() -> argparse.ArgumentParser:

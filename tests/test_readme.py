@@ -43,6 +43,10 @@ RULES = (
     "python launch/sweep.py", swap=(("launch/sweeps/example.py", "two_runs.py"), ("--dry_run", ""))
   ),
   Rule("python -m nanosam.compare"),
+  Rule(
+    "python scripts/reproduce.py simplicity",
+    add="--seeds=2 --set=steps=100 --set=proxy_steps=50 --set=sequences=100",
+  ),
   Rule("python scripts/reproduce.py"),  # --dry_run
   Rule("python scripts/report.py"),
   Rule("python scripts/wandb_dashboard.py"),  # --dry_run

@@ -189,6 +189,27 @@ def test_a_run_survives_everything(commands, whole, tmp_path):
 
 
 @pytest.mark.full
+def test_averaged_weights_are_evaluated_resumed_and_loaded(commands, whole, tmp_path):
+  straight, killed = tmp_path / "straight", tmp_path / "killed"
+  average = {"opt__average": "tail", "opt__average_fraction": 0.5}
+  assert commands.train(straight, **average).code == 0
+  assert commands.train(killed, fault="SIGKILL@step:15", **average).code == -signal.SIGKILL
+  assert commands.train(killed, **average).code == 0
+  assert_same_run(killed, straight)
+  assert losses(straight) == losses(whole)  # the raw weights do not notice
+  *_, last = (r for r in read_metrics(straight / "metrics.jsonl") if "eval/loss" in r)
+  raw, averaged = (
+    json.loads(commands("evaluate", f"--workdir={straight}", "--json", *words).out)["eval/loss"]
+    for words in ([], ["--weights=average"])
+  )
+  assert (raw, averaged) == (last["eval/loss"], last["eval/loss_average"])
+  assert raw != averaged
+  outcome = commands("evaluate", f"--workdir={whole}", "--weights=average")
+  assert outcome.code == 2
+  outcome.says_in_one_line("no averaged weights", "opt.average=none")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
   "fault",
   [

@@ -40,6 +40,7 @@ def curve(run: Loaded, workdir: str, args: argparse.Namespace) -> dict[str, Any]
   return {
     "workdir": str(workdir),
     "step": run.step,
+    "weights": args.weights,
     "method": c.opt.method,
     "params": args.params,
     "points": points,

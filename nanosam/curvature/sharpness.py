@@ -34,6 +34,7 @@ def measure(run: Loaded, args: argparse.Namespace) -> dict[str, Any]:
   m = Measurement(run, args)
   found = {
     "step": run.step,
+    "weights": args.weights,
     "method": c.opt.method,
     "sequences": m.sequences,
     "tokens": m.tokens,

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from nanosam.optim import schedules
 from nanosam.optim.direction import Moments
 from nanosam.optim.methods import MethodError
 
+AVERAGES = ("none", "ema", "tail")
 MUON_BETA = 0.95
 MUON_RMS = 0.2  # of its updates: like AdamW's, so that they can share a learning rate
 ADAFACTOR_DECAY = 0.8
@@ -124,17 +125,51 @@ def only(covered: Any) -> Callable[[Any], Any]:
 
 def updates_made(opt_state: optax.OptState) -> jax.Array:
   """What schedules go by: a step that the guard rejects does not count."""
-  last = opt_state[-1]
-  assert isinstance(last, optax.ScaleByScheduleState)
-  return last.count
+  (schedule,) = (s for s in opt_state if isinstance(s, optax.ScaleByScheduleState))
+  return schedule.count
+
+
+class AveragedWeights(NamedTuple):
+  """A state of the optimizer: it moves with it, and a rejected step leaves it alone."""
+
+  updates: jax.Array
+  average: Any
+
+
+def average_weights(weight: Callable[[jax.Array], jax.Array]) -> optax.GradientTransformation:
+  """Keeps average += weight(updates so far) * (params - average); changes no update."""
+
+  def init(params: Any) -> AveragedWeights:
+    return AveragedWeights(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, params))
+
+  def update(updates: Any, state: AveragedWeights, params: Any = None) -> tuple[Any, Any]:
+    made = state.updates + 1
+    w = weight(made)
+    moved = jax.tree.map(lambda a, p, u: a + w * (p + u - a), state.average, params, updates)
+    return updates, AveragedWeights(made, moved)
+
+  return optax.GradientTransformation(init, update)
+
+
+def average_weight(opt) -> Callable[[jax.Array], jax.Array]:
+  """What the newest weights count in the average: 1 is a copy of them, 1/n the mean of n."""
+  if opt.average == "ema":  # a plain mean at first, so that the start is soon forgotten
+    return lambda n: jnp.maximum(1 - opt.average_decay, 1 / n)
+  start = round(opt.num_train_steps * (1 - opt.average_fraction))
+  return lambda n: 1 / jnp.maximum(n - start, 1)
+
+
+def averaged(opt_state: optax.OptState) -> Any:
+  """The averaged weights; None if the run keeps none."""
+  return next((s.average for s in opt_state if isinstance(s, AveragedWeights)), None)
 
 
 def make_base(opt, params: Any) -> optax.GradientTransformation:
-  """Clipping, the optimizer's own direction, decoupled decay, learning rate: in this order."""
+  """Clipping, the optimizer's own direction, decoupled decay, learning rate, average: in order."""
   clip = [optax.clip_by_global_norm(opt.clip_by_global_norm)] if opt.clip_by_global_norm else []
   decay = (
     [optax.add_decayed_weights(opt.weight_decay, _decayed(opt, params))] if opt.weight_decay else []
   )
-  return optax.chain(
-    *clip, BASES[opt.base](opt), *decay, optax.scale_by_learning_rate(schedules.learning_rate(opt))
-  )
+  average = [average_weights(average_weight(opt))] if opt.average != "none" else []
+  learning_rate = optax.scale_by_learning_rate(schedules.learning_rate(opt))
+  return optax.chain(*clip, BASES[opt.base](opt), *decay, learning_rate, *average)

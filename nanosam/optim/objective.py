@@ -132,7 +132,10 @@ class Dense:
     return value[0] if self._has_aux else value
 
   def weight(self, batch: Batch) -> jax.Array:
-    return self._weight(batch) if self._weight else jnp.float32(len(jax.tree.leaves(batch)[0]))
+    if self._weight:
+      return self._weight(batch)
+    shape = jnp.shape(jax.tree.leaves(batch)[0])
+    return jnp.float32(shape[0] if shape else 1)
 
   def stores_residual(self, params: Params, batch: Batch) -> bool:
     return True
@@ -144,6 +147,8 @@ class Dense:
     return saved
 
   def microbatches(self, batch: Batch, parts: int) -> Batch:
+    if parts == 1:  # whatever is in it: moments of the data, say, have no axis of examples
+      return jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
     return interleaved(batch, parts)
 
   def like_parameters(self, gradient: Params) -> Params:

@@ -76,7 +76,8 @@ def value_and_grad(
       come back in metrics["aux"].
     weight: of a batch, if examples do not count alike (padding, masks): `loss` is then a mean with
       these weights, and microbatches of unequal weight add up to the whole batch exactly.
-    microbatches: parts that the batch is split into, one after another, to save memory.
+    microbatches: parts that the batch is split into, one after another, to save memory; its arrays
+      then share a leading axis of examples. (With one part a batch may be any tree.)
     perturb: a tree of booleans like `params`, or a function of `params` to one: what eps covers.
     fall_back: use the plain gradient where only the second pass is not finite.
     settings: fields of `Settings`.

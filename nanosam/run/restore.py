@@ -24,6 +24,8 @@ from nanosam.run.step import TrainStep
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, storage_errors
 
+RAW, AVERAGE = "raw", "average"
+
 
 class Loaded(NamedTuple):
   config: ml_collections.ConfigDict
@@ -36,7 +38,10 @@ class Loaded(NamedTuple):
 
 
 def load_run(
-  folder: str | os.PathLike[str], step: str = "latest", with_moments: bool = False
+  folder: str | os.PathLike[str],
+  step: str = "latest",
+  with_moments: bool = False,
+  weights: str = RAW,
 ) -> Loaded:
   """The run's model at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
   workdir = epath.Path(folder)
@@ -44,6 +49,8 @@ def load_run(
     stored = record.read_config(workdir)
   environment = stored.pop(record.ENVIRONMENT, {})
   c = _config(workdir, stored, environment)
+  if weights == AVERAGE and c.opt.average == "none":
+    raise UsageError(f"{workdir} has no averaged weights: it was trained with opt.average=none")
   runtime.set_up_jax(c)
   if not (workdir / FOLDER).is_dir():
     raise UserError(f"{workdir} has no checkpoints; train with --config.checkpoint=True")
@@ -59,12 +66,13 @@ def load_run(
   mesh = sharding.make_mesh(data=1, fsdp=-1)
   train_step = TrainStep(c, source.outputs, mesh)
   wanted = {"params": train_step.abstract_state.params}
-  if with_moments:
+  if with_moments or weights == AVERAGE:
     wanted["opt_state"] = train_step.abstract_state.opt_state
   state = checkpoints.restore_parts(wanted, number)
   checkpoints.close()
   moments = base.moments(state["opt_state"]) if with_moments else Moments()
-  return Loaded(c, source, train_step.model, state["params"], mesh, number, moments)
+  params = state["params"] if weights == RAW else base.averaged(state["opt_state"])
+  return Loaded(c, source, train_step.model, params, mesh, number, moments)
 
 
 def _config(

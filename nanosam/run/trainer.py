@@ -15,6 +15,7 @@ from nanosam.data.batch import Batch, StreamOptions, batch_hash, combine_hashes
 from nanosam.data.sources import Source, eval_set, merge_states, source_of
 from nanosam.model import sharding
 from nanosam.model.transformer import non_embedding_count
+from nanosam.optim import base
 from nanosam.optim.guard import Counts, must_abort
 from nanosam.run import flops, health, record, runtime
 from nanosam.run.checkpoint import Checkpoints, found_steps
@@ -272,17 +273,22 @@ class Trainer:
 
   def evaluate(self) -> bool:
     """False if it was interrupted: the same command then evaluates at this step first."""
+    average = base.averaged(self.state.opt_state)
     try:
       evaluation = self.evaluator(self.state.params, stop=self.stop)
+      averaged = self.evaluator(average, stop=self.stop) if average is not None else None
     except Stopped:
       return False
     step = self.at.step
+    of_average = {"eval/loss_average": averaged.loss} if averaged else {}
     if self.hosts.first:
       evaluation.save(self.workdir.files / record.SEQUENCES_FILE, step)
     # Last, because the record is what tells a restart that this evaluation is done.
-    self.writers.write(step, {**evaluation.metrics(), **dataclasses.asdict(self.cost)})
+    cost = dataclasses.asdict(self.cost)
+    self.writers.write(step, {**evaluation.metrics(), **of_average, **cost})
     self.at.add_evaluation(step, evaluation.loss)
-    self.say(f"step {step}  {evaluation}")
+    beside = f"  averaged weights {averaged.loss:.4f}" if averaged else ""
+    self.say(f"step {step}  {evaluation}{beside}")
     return True
 
   def diagnose(self) -> None:

@@ -10,7 +10,7 @@ from nanosam.model.classifier import NETWORKS
 from nanosam.model.transformer import ACTIVATIONS, ATTENTIONS
 from nanosam.model.vision import POOLINGS
 from nanosam.optim import methods, schedules
-from nanosam.optim.base import BASES
+from nanosam.optim.base import AVERAGES, BASES
 from nanosam.optim.direction import VARIANTS
 from nanosam.run.log import WANDB_MODES
 from nanosam.run.profiling import parse_steps
@@ -25,6 +25,7 @@ CHOICES = {
   "head.residual": ("store", "recompute", "auto"),
   "opt.method": methods.METHODS,
   "opt.base": BASES,
+  "opt.average": AVERAGES,
   "opt.decay_type": schedules.DECAY_TYPES,
   "opt.rho_schedule": schedules.RHO_SCHEDULES,
   "opt.angle_form": ("exact", "short"),
@@ -45,7 +46,7 @@ NOT_NEGATIVE = """
   opt.weight_decay opt.clip_by_global_norm guard.max_skips
   guard.spike data.workers data.prefetch diagnostics.every cluster.num_processes
 """.split()
-BELOW_ONE = ("opt.b1", "opt.b2", "opt.wsd_decay_fraction")
+BELOW_ONE = ("opt.b1", "opt.b2", "opt.wsd_decay_fraction", "opt.average_decay")
 REGEXES = ("opt.weight_decay_params", "opt.perturb_params")
 
 
@@ -127,6 +128,7 @@ def _method(c: ml_collections.ConfigDict) -> None:
     direction, path = methods.resolve(o)
   except methods.MethodError as e:
     raise UsageError(str(e)) from e
+  need(0 < o.average_fraction <= 1, f"opt.average_fraction={o.average_fraction} must lie in (0, 1]")
   need(0 <= o.phi <= math.pi / 2, f"opt.phi={o.phi} must lie in [0, pi/2]")
   need(
     o.method != "momentum_precond_func_sam" or o.precond_variant == "post",

@@ -32,6 +32,9 @@ class RunParser(Parser):
     super().__init__(f"python -m nanosam.{command}", description)
     self.add_argument("--workdir", required=True, help="workdir of the run")
     self.add_argument("--step", default="latest", help="latest (default), best, or a number")
+    self.add_argument(
+      "--weights", choices=("raw", "average"), default="raw", help="see opt.average (default raw)"
+    )
 
 
 def results_folder(args: argparse.Namespace) -> pathlib.Path:

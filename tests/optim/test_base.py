@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.batches import random_batch
-from helpers.steps import VOCAB, batches, make_step, steps
+from helpers.steps import VOCAB, bad_data, batches, make_step, steps
 
 from nanosam.optim import base, schedules
 from nanosam.system.errors import UsageError
@@ -98,3 +98,38 @@ def test_a_pattern_that_matches_no_parameter_is_refused(tiny_config, key):
   tiny_config.opt[key.removeprefix("opt.")] = "kernal"
   with pytest.raises(UsageError, match=f"{key}=kernal matches no parameter; .*out_norm/scale"):
     make_step(tiny_config)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("kind", ["ema", "tail"])
+def test_averaged_weights_by_hand_and_training_does_not_notice(tiny_config, kind, devices):
+  c = tiny_config
+  plain, _ = steps(c, 6, devices)
+  c.opt.update(average=kind, average_decay=0.6, average_fraction=1 - 3 / c.opt.num_train_steps)
+  train_step = make_step(c, devices)
+  state, step = train_step.init(0), train_step.trace().lower().compile()
+  seen = []
+  for batch in batches(c, train_step.mesh, 6):
+    state, _ = step(state, batch)
+    seen.append(jax.device_get(state.params))
+  if kind == "ema":
+    expected = seen[0]
+    for n, params in enumerate(seen[1:], 2):
+      w = max(0.4, 1 / n)
+      expected = jax.tree.map(lambda a, p, w=w: (1 - w) * a + w * p, expected, params)
+  else:
+    expected = jax.tree.map(lambda *x: np.mean(x, axis=0), *seen[3:])
+  found = jax.device_get(base.averaged(state.opt_state))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+  jax.tree.map(np.testing.assert_array_equal, seen[-1], plain.params)
+  assert base.averaged(plain.opt_state) is None
+
+
+def test_a_rejected_step_does_not_enter_the_average(tiny_config):
+  c = tiny_config
+  c.opt.average, c.guard.policy = "ema", "skip"
+  good, _ = steps(c, 1)
+  state, _ = steps(c, 2, change=bad_data(np.nan))
+  jax.tree.map(
+    np.testing.assert_array_equal, base.averaged(state.opt_state), base.averaged(good.opt_state)
+  )

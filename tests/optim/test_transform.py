@@ -117,6 +117,19 @@ def test_microbatches_of_unequal_weight_are_the_whole_batch(name):
   close((one, whole), (four, parts), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["sam", "func_sam", "logit_sam"])
+def test_a_batch_without_an_axis_of_examples(name):
+  """Such as moments of a whole data set: numbers and matrices that are no list of anything."""
+  moments = {"yy": jnp.float32(2.0), "yx": jnp.array([0.5, 1.0]), "xx": jnp.eye(2)}
+  quadratic = lambda w, m: m["yy"] - 2 * w @ m["yx"] + w @ m["xx"] @ w  # noqa: E731
+  w = jnp.array([1.0, 3.0])
+  plain = jax.grad(quadratic)(w, moments)
+  grad = nanosam.value_and_grad(lambda w, m: w, quadratic, method=name, rho=0.1)
+  (value, _), g = jax.jit(grad)(w, moments)
+  there = plain if name == "func_sam" else jax.grad(quadratic)(w + eps_of(plain, 0.1), moments)
+  close((value, g), (quadratic(w, moments), there), rtol=1e-6)
+
+
 def test_aux_values_are_averaged_over_microbatches_and_come_back():
   def with_accuracy(z_BxK, batch):
     return loss(z_BxK, batch), {"accuracy": jnp.mean(jnp.argmax(z_BxK, -1) == batch["y"])}

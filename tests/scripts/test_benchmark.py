@@ -1,10 +1,15 @@
-"""The data benchmark's rows are complete."""
+"""The benchmarks' rows are complete."""
 
 import json
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from helpers.scripts import load_script
+from helpers.toy import close
 
+import nanosam
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.system.errors import UsageError
 
@@ -35,3 +40,27 @@ def test_data_of_the_embedded_corpus(capsys):
   said = capsys.readouterr().out
   assert "MB/s of text" in said
   assert "MiB at most" in said
+
+
+@pytest.mark.full
+def test_rows_of_the_library(capsys):
+  benchmark.main(["", "library", "--rounds=1", "--batch_size=32", "--json"])
+  rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)}
+  assert [*rows] == ["adamw", "sam", "func_sam", "precond_func_sam"]
+  for name in ("sam", "func_sam", "precond_func_sam"):
+    assert rows[name]["flops_ratio"] == pytest.approx(2, abs=0.02)
+    assert rows[name]["memory_ratio_to_by_hand"] < 1.2
+
+
+def test_methods_by_hand_are_those_of_the_library():
+  params = [jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(6, 5), (5, 4)])]
+  batch = {"x": jax.random.normal(jax.random.key(9), (8, 6)), "y": jnp.arange(8) % 4}
+  tx = optax.adam(1e-2)
+  state = tx.init(params)
+  for _ in range(2):
+    _, state = tx.update(params, state, params)
+  for name in ("adamw", "sam", "func_sam", "precond_func_sam"):
+    call = nanosam.value_and_grad(
+      benchmark.mlp, benchmark.mean_loss, method=name, rho=benchmark.RHO
+    )
+    close(call(params, batch, state)[1], benchmark.by_hand(name, params, batch, state)[1], 1e-4)
