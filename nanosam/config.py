@@ -34,6 +34,8 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   """The reference's settings (Nanodo's where the paper is silent)."""
   c = ml_collections.ConfigDict()
   c.workdir = ""  # everything a run writes; the same command again resumes it
+  c.init_from = ""  # WORKDIR[@STEP] to take the initial parameters from; STEP: latest, best, number
+  c.init_optimizer = False  # with init_from: its moments too
   c.seed = 42  # of the initial parameters
   c.data_seed = 0  # of the data's order; with the step it determines a batch, on any machine
   c.batch_size = 256  # sequences per step, over all devices and microbatches

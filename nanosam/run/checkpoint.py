@@ -290,6 +290,11 @@ def checksums(tree: Any) -> dict[str, int]:
   return dict(zip(names, map(int, jax.device_get(_sums([x for _, x in leaves]))), strict=True))
 
 
+def digest(tree: Any) -> str:
+  """One short hash of all arrays."""
+  return _digest(checksums(tree))[:16]
+
+
 @jax.jit
 def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
   return [_weighted_sum_of_bits(x) for x in arrays]

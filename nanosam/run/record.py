@@ -21,6 +21,7 @@ from nanosam.system.files import write_atomically
 
 CONFIG_FILE = "config.json"
 SEQUENCES_FILE = "eval_sequences.npz"  # the last evaluation, sequence by sequence
+LINEAGE = "init_from"  # in the environment: the run and checkpoint that this one started from
 ENVIRONMENT = "environment"  # the one entry of config.json that is not a config key
 TAU = "tau/logit"  # in every record of a measurement of tau
 PACKAGES = """
@@ -140,6 +141,10 @@ def read_config(workdir: pathlib.Path | epath.Path) -> dict[str, Any]:
     raise UsageError(f"{workdir} holds no run: there is no {CONFIG_FILE}") from None
   except (OSError, ValueError) as e:
     raise UsageError(f"cannot read {path} ({e}); restore it or use another workdir") from e
+
+
+def read_lineage(workdir: pathlib.Path) -> dict[str, Any] | None:
+  return read_config(workdir).get(ENVIRONMENT, {}).get(LINEAGE)
 
 
 def check_unchanged(workdir: pathlib.Path, config: Mapping[str, Any], allowed: bool) -> None:

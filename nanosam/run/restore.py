@@ -19,6 +19,7 @@ from nanosam.optim import base
 from nanosam.optim.direction import Moments
 from nanosam.run import record, runtime
 from nanosam.run.checkpoint import FOLDER, Checkpoints
+from nanosam.run.cluster import ALONE, Hosts
 from nanosam.run.metrics_file import METRICS_FILE, read_metrics
 from nanosam.run.step import TrainStep
 from nanosam.system.errors import UsageError, UserError
@@ -45,17 +46,12 @@ def load_run(
 ) -> Loaded:
   """The run's model at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
   workdir = epath.Path(folder)
-  with storage_errors(str(workdir)) if is_remote(str(workdir)) else contextlib.nullcontext():
-    stored = record.read_config(workdir)
-  environment = stored.pop(record.ENVIRONMENT, {})
-  c = _config(workdir, stored, environment)
+  c, environment = stored_run(workdir)
   if weights == AVERAGE and c.opt.average == "none":
     raise UsageError(f"{workdir} has no averaged weights: it was trained with opt.average=none")
   runtime.set_up_jax(c)
-  if not (workdir / FOLDER).is_dir():
-    raise UserError(f"{workdir} has no checkpoints; train with --config.checkpoint=True")
-  checkpoints = Checkpoints(workdir, read_only=True)
-  number = _choose(checkpoints, workdir, step)
+  checkpoints = open_checkpoints(workdir)
+  number = choose_step(checkpoints, workdir, step)
   source = source_of(c.data)
   if source.fingerprint != environment.get("data"):
     raise UserError(
@@ -75,10 +71,11 @@ def load_run(
   return Loaded(c, source, train_step.model, params, mesh, number, moments)
 
 
-def _config(
-  workdir: epath.Path, stored: dict[str, Any], environment: dict[str, Any]
-) -> ml_collections.ConfigDict:
-  """The stored config; keys that are newer than the run have their defaults."""
+def stored_run(workdir: epath.Path) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
+  """A run's config and environment; keys that are newer than the run have their defaults."""
+  with storage_errors(str(workdir)) if is_remote(str(workdir)) else contextlib.nullcontext():
+    stored = record.read_config(workdir)
+  environment = stored.pop(record.ENVIRONMENT, {})
   c = ml_collections.ConfigDict(config_lib.default().to_dict())
   stored = config_lib.current(stored)
   try:
@@ -91,10 +88,16 @@ def _config(
       f"{workdir / record.CONFIG_FILE} is of another version of nanosam ({made_by}, this is "
       f"{__version__}): {e.args[0]}; use the version that trained it"
     ) from e
-  return c.lock()
+  return c.lock(), environment
 
 
-def _choose(checkpoints: Checkpoints, workdir: epath.Path, step: str) -> int:
+def open_checkpoints(workdir: epath.Path, hosts: Hosts = ALONE) -> Checkpoints:
+  if not (workdir / FOLDER).is_dir():
+    raise UserError(f"{workdir} has no checkpoints; train with --config.checkpoint=True")
+  return Checkpoints(workdir, read_only=True, hosts=hosts)
+
+
+def choose_step(checkpoints: Checkpoints, workdir: epath.Path, step: str) -> int:
   steps = checkpoints.steps()
   if not steps:
     raise UserError(f"{workdir} has no checkpoint yet: wait for the first, or train longer")

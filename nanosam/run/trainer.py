@@ -25,6 +25,7 @@ from nanosam.run.log import FanOut, open_writers
 from nanosam.run.meter import Cost, Meter
 from nanosam.run.profiling import Profiler
 from nanosam.run.record import Position
+from nanosam.run.start import start
 from nanosam.run.step import TrainState, TrainStep
 from nanosam.run.validate import check_devices, check_source
 from nanosam.run.workdir import Workdir
@@ -130,10 +131,12 @@ class Trainer:
       found = dataclasses.asdict(record.position(workdir.files, restored.step))
       self.state, self.at = restored.state, Position(**hosts.from_first(found))
       self.cost = Cost(**restored.run["cost"])
+      self.lineage = record.read_lineage(workdir.files) if hosts.first else None
     else:
       if hosts.first:
         record.refuse_finished(workdir.files)
-      self.state, self.at, self.cost = self.train_step.init(c.seed), Position(), Cost()
+      self.state, self.lineage = start(c, self.train_step, self.source, hosts)
+      self.at, self.cost = Position(), Cost()
 
   def compile(self) -> None:
     """Compiles the step, and counts its FLOPs."""
@@ -171,6 +174,8 @@ class Trainer:
       non_embedding_parameters=non_embedding_count(params),
       flops_per_step=self.flops,
       data=self.source.fingerprint,
+      coding=self.source.coding,
+      **({record.LINEAGE: self.lineage} if self.lineage else {}),
       eval_set={
         "sequences": len(data.batch.targets_BxL),
         "documents": data.documents,
