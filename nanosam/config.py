@@ -96,6 +96,7 @@ def _model(size: str) -> ml_collections.ConfigDict:
   m.image_size = 32  # vit: pixels of a side
   m.patch_size = 4  # vit: likewise
   m.pooling = "mean"  # vit: mean (of the patches) | token (a class token)
+  m.head_scale = 1.0  # vit: of the head's initial weights; 0 = all zero, as is usual in vision
   return m
 
 
@@ -157,6 +158,7 @@ def _data() -> ml_collections.ConfigDict:
   d.data_dir = ""  # where tfds:NAME is stored
   d.tokenizer = ""  # SentencePiece model for tfds:...; "" = the one beside the data
   d.text_field = "text"  # of tfds:... records
+  d.classes = 0  # of images: merged into so many (their number modulo it); 0 = as they are
   d.repeat = False  # start another epoch when the data ends, instead of failing
   d.mask_documents = False  # neither attend nor predict across document borders
   d.workers = 0  # processes that read ahead; 0 = threads in this one

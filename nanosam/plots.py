@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
   if args.what == "loss":
     run_curve(args.out, args.workdir)
   else:
-    taus(args.out, {args.workdir.name: read_taus(args.workdir, args.what)})
+    taus(args.out, {args.workdir.name: read_taus([args.workdir], args.what)})
 
 
 if __name__ == "__main__":

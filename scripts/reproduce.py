@@ -1,15 +1,17 @@
 """Reproduces a table or figure of arXiv 2502.02407, in miniature or at the paper's scale.
 
-python scripts/reproduce.py table1|...|table6|fig1|fig2|fig3|fig5 --scale=mini|paper --out=DIR
-  [--stage=all|baseline|rho|seeds|compute|factors|tau|sharpness|prune|report]
-  [--source=tokens:DIR] [--dry_run] ...
+python scripts/reproduce.py table1|...|table6|fig1|...|fig5|outputs|vision --scale=mini|paper
+  --out=DIR [--stage=all|baseline|rho|seeds|compute|factors|tau|sharpness|prune|report]
+  [--source=tokens:DIR] [--images=images:DIR] [--dry_run] ...
 
 nanosam/paper/protocol.py describes the stages. Each can be run alone, and interrupted at any time:
 finished runs are skipped, others resume. Runs are in DIR/runs, shared by all experiments with this
 DIR. After each stage DIR/EXPERIMENT has results.json, table.md and figures; `--stage=report` only
 writes these. `--dry_run` lists every run with tokens and FLOPs, and with `--device=` device-hours.
 
---set changes arguments of the config: --set=width=128 --set=steps=600.
+--set changes arguments of the config: --set=width=128 --set=steps=600. fig2 and fig4 show language
+beside vision; `outputs` does so with 64 to 4096 pieces and 2 or 10 classes, where --source may
+contain {vocab_size}; `vision` compares methods on images (--learning_rates=1e-3,2e-3,4e-3).
 
 python scripts/reproduce.py simplicity --out=DIR [--seeds=100] [--set=NAME=VALUE ...]
 is an experiment of its own, minutes on one core: nanosam/paper/simplicity/experiment.py.
@@ -74,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
   p.add_argument("--out", required=True, type=pathlib.Path)
   p.add_argument("--stage", default="all", choices=("all", *STAGES, *MEASURES, "report"))
   p.add_argument("--source", default="", help="data.source (default: the config's)")
+  p.add_argument("--images", default="", help="data.source in vision (default: digits)")
   p.add_argument("--seeds", type=int, default=Lab.seeds)
   p.add_argument("--factor_seeds", type=int, default=Lab.factor_seeds)
   p.add_argument("--methods", default="", help="comma-separated (default: the experiment's)")
@@ -94,7 +97,7 @@ def make_lab(args: argparse.Namespace) -> Lab:
   for text in args.set:
     if "=" not in text:
       raise UsageError(f"--set={text}: write NAME=VALUE")
-  names = ("source", "seeds", "factor_seeds", "learning_rates", "decays", "rms")
+  names = ("source", "images", "seeds", "factor_seeds", "learning_rates", "decays", "rms")
   return Lab(
     args.experiment,
     args.scale,

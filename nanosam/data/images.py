@@ -18,7 +18,7 @@ import numpy as np
 from nanosam.data.batch import Batch, EvalSet, StreamOptions
 from nanosam.data.packing import HostBatches
 from nanosam.data.stream import StoreStream
-from nanosam.system.errors import UsageError, UserError, first_line, say
+from nanosam.system.errors import UsageError, UserError, first_line, need, say
 from nanosam.system.files import build_folder
 from nanosam.system.remote import is_remote
 
@@ -40,7 +40,7 @@ class Example(NamedTuple):
 Splits = Mapping[str, Sequence[Example]]
 
 
-def open_digits(cache_dir: Path) -> "ImageSource":
+def open_digits(cache_dir: Path, classes: int = 0) -> "ImageSource":
   """The 1,797 handwritten digits, 8 x 8 pixels, that come with scikit-learn."""
   try:
     from sklearn.datasets import load_digits
@@ -55,22 +55,22 @@ def open_digits(cache_dir: Path) -> "ImageSource":
   numbers = range(len(gray_NxSxS))
   examples = [Example(str(i), f"digit {i}", functools.partial(load, i)) for i in numbers]
   content = hashlib.sha256(gray_NxSxS.tobytes() + digits.target.tobytes()).hexdigest()
-  classes = [str(name) for name in digits.target_names]
-  return _open(cache_dir, "digits", content, classes, {TRAIN: examples})
+  names = [str(name) for name in digits.target_names]
+  return ImageSource(_packed(cache_dir, "digits", content, names, {TRAIN: examples}), classes)
 
 
-def open_folder(folder: str, cache_dir: Path) -> "ImageSource":
+def open_folder(folder: str, cache_dir: Path, classes: int = 0) -> "ImageSource":
   """DIR/train/CLASS/*.jpg|png, and the same below DIR/validation or DIR/test."""
   if is_remote(folder):
     raise UsageError(f"images:{folder} is remote: copy it to this machine first")
   root = Path(folder).expanduser()
   if not (root / TRAIN).is_dir():
     raise UsageError(f"there is no folder {root / TRAIN}: put images in {root}/train/CLASS/*.jpg")
-  classes = [folder.name for folder in _subfolders(root / TRAIN)]
-  files = {split: _files(root / split, classes) for split in (TRAIN, VALIDATION, TEST)}
+  names = [folder.name for folder in _subfolders(root / TRAIN)]
+  files = {split: _files(root / split, names) for split in (TRAIN, VALIDATION, TEST)}
   states = [(p.relative_to(root).as_posix(), p.stat()) for found in files.values() for p in found]
-  content = json.dumps([(name, s.st_size, s.st_mtime_ns) for name, s in states])
-  number = {name: i for i, name in enumerate(classes)}
+  content = json.dumps([(file, s.st_size, s.st_mtime_ns) for file, s in states])
+  number = {name: i for i, name in enumerate(names)}
 
   def load(path: Path) -> tuple[np.ndarray, int]:
     return _decode(path, str(path)), number[path.parent.name]
@@ -79,14 +79,14 @@ def open_folder(folder: str, cache_dir: Path) -> "ImageSource":
     split: [Example(f"{p.parent.name}/{p.name}", str(p), functools.partial(load, p)) for p in found]
     for split, found in files.items()
   }
-  return _open(cache_dir, "images", content, classes, splits)
+  return ImageSource(_packed(cache_dir, "images", content, names, splits), classes)
 
 
 def _subfolders(folder: Path) -> list[Path]:
   return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _files(folder: Path, classes: Sequence[str]) -> list[Path]:
+def _files(folder: Path, names: Sequence[str]) -> list[Path]:
   """The images of a split; none if there is no such split."""
   found: list[Path] = []
   for place in _subfolders(folder) if folder.is_dir() else []:
@@ -94,8 +94,8 @@ def _files(folder: Path, classes: Sequence[str]) -> list[Path]:
     if not images:
       kinds = ", ".join(SUFFIXES)
       raise UserError(f"{place} has no images ({kinds}): add some, or remove the folder")
-    if place.name not in classes:
-      raise UserError(f"{place}: there is no such class in training, only {', '.join(classes)}")
+    if place.name not in names:
+      raise UserError(f"{place}: there is no such class in training, only {', '.join(names)}")
     found += images
   return found
 
@@ -114,7 +114,7 @@ def _decode(source: Path | io.BytesIO, name: str) -> np.ndarray:
     ) from e
 
 
-def open_tfds(directory: str, cache_dir: Path) -> "ImageSource":
+def open_tfds(directory: str, cache_dir: Path, classes: int = 0) -> "ImageSource":
   """A TFDS data set with an image and a label."""
   from nanosam.data.tfds import local, open_builder  # slow to import
 
@@ -129,7 +129,8 @@ def open_tfds(directory: str, cache_dir: Path) -> "ImageSource":
     raise UserError(f"{directory} has no train split, only {', '.join(builder.info.splits)}")
   lengths = {split: list(i.shard_lengths) for split, i in builder.info.splits.items()}
   content = json.dumps([builder.info.full_name, str(builder.data_dir), lengths])
-  return _open(cache_dir, "tfds", content, builder.info.features[label].names, splits)
+  names = builder.info.features[label].names
+  return ImageSource(_packed(cache_dir, "tfds", content, names, splits), classes)
 
 
 def _feature(builder: Any, kind: str) -> str:
@@ -159,20 +160,18 @@ def _tfds_examples(builder: Any, split: str, image: str, label: str) -> list[Exa
   return [Example(str(i), where.format(i), functools.partial(load, i)) for i in numbers]
 
 
-def _open(
-  cache_dir: Path, kind: str, content: str, classes: Sequence[str], splits: Splits
-) -> "ImageSource":
-  """Packs the images on first use; `content` identifies them without reading them."""
-  if len(classes) < 2:
-    raise UserError(f"only {len(classes)} class of images ({', '.join(classes)}): two are needed")
+def _packed(cache_dir: Path, kind: str, content: str, names: Sequence[str], splits: Splits) -> Path:
+  """The folder of the arrays, made on first use; `content` identifies the images by themselves."""
+  if len(names) < 2:
+    raise UserError(f"only {len(names)} class of images ({', '.join(names)}): two are needed")
   chosen = _with_validation(splits)
-  key = hashlib.sha256(json.dumps([FORMAT, content, list(classes)]).encode()).hexdigest()[:12]
+  key = hashlib.sha256(json.dumps([FORMAT, content, list(names)]).encode()).hexdigest()[:12]
   final = cache_dir.expanduser() / f"{kind}-{key}"
   if not (final / MANIFEST).exists():
     total = sum(map(len, chosen.values()))
     say(f"packing {total} images (once) ...")
-    build_folder(final, MANIFEST, lambda to: _pack(to, classes, chosen), f"{total} images")
-  return ImageSource(final)
+    build_folder(final, MANIFEST, lambda to: _pack(to, names, chosen), f"{total} images")
+  return final
 
 
 def _with_validation(splits: Splits) -> dict[str, list[Example]]:
@@ -192,12 +191,12 @@ def _with_validation(splits: Splits) -> dict[str, list[Example]]:
   return {TRAIN: sorted(train, key=digest), VALIDATION: sorted(validation, key=digest)}
 
 
-def _pack(folder: Path, classes: Sequence[str], splits: Mapping[str, Sequence[Example]]) -> None:
+def _pack(folder: Path, names: Sequence[str], splits: Mapping[str, Sequence[Example]]) -> None:
   first = next(iter(splits.values()))[0]
   shape = first.load()[0].shape
   if shape[0] != shape[1]:
     raise UserError(f"{first.name} is {_size(shape)}, and images must be square: {_RESIZE}")
-  digest = hashlib.sha256(json.dumps(list(classes)).encode())
+  digest = hashlib.sha256(json.dumps(list(names)).encode())
   for split, examples in splits.items():
     images = np.lib.format.open_memmap(
       folder / f"{split}.images.npy", "w+", np.uint8, (len(examples), *shape)
@@ -214,7 +213,7 @@ def _pack(folder: Path, classes: Sequence[str], splits: Mapping[str, Sequence[Ex
     images.flush()
     np.save(folder / f"{split}.labels.npy", labels)
     digest.update(labels.tobytes())
-  facts = {"fingerprint": digest.hexdigest()[:16], "classes": list(classes), "size": shape[0]}
+  facts = {"fingerprint": digest.hexdigest()[:16], "classes": list(names), "size": shape[0]}
   (folder / MANIFEST).write_text(json.dumps(facts))
 
 
@@ -225,11 +224,11 @@ def _size(shape: Sequence[int]) -> str:
 class Images:
   """The images of a split (Rows in packing.py); pickled as its name."""
 
-  def __init__(self, folder: Path, split: str):
-    self._place = folder, split
+  def __init__(self, folder: Path, split: str, classes: int):
+    self._place = folder, split, classes
     try:
       self._images_NxSxSx3 = np.load(folder / f"{split}.images.npy", mmap_mode="r")
-      self._labels_N = np.load(folder / f"{split}.labels.npy")
+      self._labels_N = np.load(folder / f"{split}.labels.npy") % classes
     except (OSError, ValueError, EOFError) as e:
       raise UserError(
         f"{folder} is damaged ({first_line(e)}): delete it, and it will be made again"
@@ -250,12 +249,20 @@ class Images:
 class ImageSource:
   """A Source that reads packed images."""
 
-  def __init__(self, folder: Path):
+  def __init__(self, folder: Path, classes: int = 0):
+    """`classes`: into how many those of the data are merged; 0 = as they are."""
     facts = json.loads((folder / MANIFEST).read_text())
-    self.fingerprint, self.image_size = facts["fingerprint"], facts["size"]
-    self.outputs = len(facts["classes"])
-    self.coding = hashlib.sha256(json.dumps([facts["classes"], facts["size"]]).encode()).hexdigest()
-    self._train, self._validation = Images(folder, TRAIN), Images(folder, VALIDATION)
+    names, self.image_size = facts["classes"], facts["size"]
+    need(
+      not classes or 2 <= classes <= len(names),
+      f"data.classes={classes} must lie between 2 and the {len(names)} that there are, or be 0",
+    )
+    self.outputs, self.fingerprint = classes or len(names), facts["fingerprint"]
+    meaning = json.dumps([names, self.image_size, self.outputs])
+    self.coding = hashlib.sha256(meaning.encode()).hexdigest()
+    self._train, self._validation = (
+      Images(folder, split, self.outputs) for split in (TRAIN, VALIDATION)
+    )
 
   def check_length(self, *, L: int, batch_size: int, steps: int, repeat: bool) -> None:
     if steps * batch_size > len(self._train) and not repeat:

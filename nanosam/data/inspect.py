@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     need(value is None or value >= low, f"--{key}={value} must be at least {low}")
   config = config_lib.load(a.config) if a.config else config_lib.default()
   name = a.source or config.data.source
-  config.data.update({k: v for k in SETTINGS if (v := getattr(a, k)) is not None})
+  config.data.update({k: v for k in SETTINGS if (v := getattr(a, k, None)) is not None})
   source = text_of(source_of(config.data, name), name)
   if a.verify:
     verify(name)

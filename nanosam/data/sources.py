@@ -21,7 +21,7 @@ from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, local_copy, storage_errors
 
-SETTINGS = ("vocab_size", "cache_dir", "data_dir", "tokenizer", "text_field")  # of any source
+SETTINGS = ("vocab_size", "cache_dir", "data_dir", "tokenizer", "text_field", "classes")
 
 
 class Source(Protocol):
@@ -64,6 +64,7 @@ def open_source(
   data_dir: str = "",
   tokenizer: str = "",
   text_field: str = "text",
+  classes: int = 0,
 ) -> Source:
   """Opens a source by its name.
 
@@ -74,6 +75,7 @@ def open_source(
   digits           scikit-learn's handwritten digits
   images:DIR       folders of images, DIR/train/CLASS/*.jpg|png
 
+  Images have as many classes as `classes` says; 0 = as they are.
   A remote DIR (gs://...) is copied to `cache_dir` first.
   """
   kind, _, argument = source.partition(":")
@@ -91,12 +93,12 @@ def open_source(
 
     directory = tfds.find(argument, data_dir)
     if tfds.holds_images(directory):
-      return images.open_tfds(directory, cache)
+      return images.open_tfds(directory, cache, classes)
     return tfds.open_texts(directory, tokenizer=tokenizer, text_field=text_field, cache_dir=cache)
   if source == "digits":
-    return images.open_digits(cache)
+    return images.open_digits(cache, classes)
   if kind == "images" and argument:
-    return images.open_folder(argument, cache)
+    return images.open_folder(argument, cache, classes)
   raise UsageError(
     f"unknown data source {source!r}; use 'embedded', 'tokens:DIR', 'tfds:NAME' or 'tfds:DIR', or "
     "for images 'digits', 'images:DIR' or 'tfds:NAME'"

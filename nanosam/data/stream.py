@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import pickle
-import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,6 +112,4 @@ def _read_ahead(
 
 
 def _settle_worker(index: int, count: int) -> None:
-  """A worker ignores ctrl-C, which is for its parent, and exits when the parent does."""
-  signal.signal(signal.SIGINT, signal.SIG_IGN)
   exit_with_parent()

@@ -45,6 +45,7 @@ class ModelConfig:
   image_size: int
   patch_size: int
   pooling: str
+  head_scale: float
 
   @property
   def causal(self) -> bool:

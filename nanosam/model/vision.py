@@ -4,6 +4,8 @@ Dimensions: B batch, S side of an image, P side of a patch, L patches (and the c
 width, V classes.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -22,11 +24,14 @@ class VisionTransformer(nn.Module):
     S = self.cfg.image_size
     return jax.ShapeDtypeStruct((S, S, 3), jnp.uint8)
 
+  def _head_init(self, *args: Any) -> jax.Array:
+    return self.cfg.head_scale * embed_init(*args)
+
   @nn.compact
   def __call__(self, images_BxSxSx3: jax.Array, segments: None = None) -> jax.Array:
     """The last hidden state of each image, as a sequence of one."""
     cfg = self.cfg
-    self.param("unembed", embed_init, (cfg.V, cfg.D))  # used by the head alone
+    self.param("unembed", self._head_init, (cfg.V, cfg.D))  # used by the head alone
     x_BxLxD = Linear(cfg.D, cfg.dtype, name="patch_embed")(patches(images_BxSxSx3, cfg.patch_size))
     x_BxLxD = x_BxLxD.astype(cfg.wide)
     if cfg.pooling == "token":

@@ -1,4 +1,7 @@
-"""The tables and figures of arXiv 2502.02407 as data: methods, settings, stages."""
+"""The tables and figures of arXiv 2502.02407 as data: methods, settings, stages.
+
+Two experiments are ours: `outputs` varies the number of classes, `vision` compares methods there.
+"""
 
 from typing import Any, NamedTuple
 
@@ -16,6 +19,9 @@ PAPER_RHO = {
 }
 
 
+VIT = "vit.py"
+
+
 class Setting(NamedTuple):
   """A row of a table, except for the method."""
 
@@ -23,6 +29,10 @@ class Setting(NamedTuple):
   config: str  # file in configs/
   arguments: dict[str, Any]  # of the config
   paper: str = ""  # the paper's setting that it corresponds to
+
+  @property
+  def vision(self) -> bool:
+    return self.config == VIT
 
 
 class Experiment(NamedTuple):
@@ -44,11 +54,28 @@ def _activations(config: str, **arguments: Any) -> list[Setting]:
   return [Setting(a, config, {**arguments, "activation": a}, paper=a) for a in ("gelu", "relu")]
 
 
+LANGUAGE = Setting("language", "mini.py", {"width": 32})
+VISION = Setting("vision", VIT, {})
+
+
+def _outputs() -> list[Setting]:
+  """The settings of Figure 2 with other numbers of outputs."""
+  pieces = [{"width": 32, "vocab_size": n} for n in (64, 256, 1024, 4096)]
+  return [Setting(f"{a['vocab_size']} pieces", "mini.py", a) for a in pieces] + [
+    Setting(f"{n} classes", VIT, {"classes": n}) for n in (2, 10)
+  ]
+
+
 SIZES = ("23.9M", "42.5M", "117.9M", "1208M")
 THREE = (ADAMW, "sam", "precond_func_sam")
 FOUR = (ADAMW, "sam", "precond_sam", "precond_func_sam")
 SIX = (*FOUR, "func_sam", "momentum_func_sam")
 SMALL = {"mini": _mini(32), "paper": _paper("fixed_length.py", "23.9M")}
+TAUS = Experiment(
+  (ADAMW,),
+  {"mini": [LANGUAGE, VISION], "paper": _paper("fixed_length.py", "2M", "23.9M")},
+  ("tau",),
+)
 EXPERIMENTS = {
   "table1": Experiment(
     SIX, {"mini": _mini(32, paper="2M"), "paper": _paper("fixed_length.py", "2M")}, TRAINED
@@ -76,9 +103,10 @@ EXPERIMENTS = {
     measures=("sharpness",),
   ),
   "fig1": Experiment((ADAMW, "sam"), SMALL),
-  "fig2": Experiment(
-    (ADAMW,), {"mini": _mini(32), "paper": _paper("fixed_length.py", "2M", "23.9M")}, ("tau",)
-  ),
+  "fig2": TAUS,
   "fig3": Experiment(THREE, SMALL, ("baseline", "rho")),
+  "fig4": TAUS,  # it adds tau_cross to Figure 2; ours draws all three in both
   "fig5": Experiment(THREE, SMALL, measures=("prune",)),
+  "outputs": Experiment((ADAMW,), {"mini": _outputs()}, ("tau",)),
+  "vision": Experiment((ADAMW, "sam", "func_sam", "logit_sam"), {"mini": [VISION]}),
 }

@@ -60,7 +60,8 @@ def write_report(lab: Lab, argv: list[str]) -> None:
 
 
 def command(lab: Lab, stage: str) -> str:
-  source = f" --source={lab.source}" if lab.source else ""
+  flags = {"source": lab.source, "images": lab.images}
+  source = "".join(f" --{flag}={value}" for flag, value in flags.items() if value)
   return (
     f"python scripts/reproduce.py {lab.name} --scale={lab.scale} --out={lab.out}{source} "
     f"--stage={stage}"
@@ -172,10 +173,10 @@ def draw(lab: Lab, setting: Setting, report: Report, folder: pathlib.Path) -> No
 
 def draw_taus(reports: Mapping[str, Report], folder: pathlib.Path) -> None:
   for prefix, name in (("tau", "taus"), ("tau_precond", "taus_precond")):
-    panels = {}
-    for label, report in reports.items():
-      first = next(iter(report.groups[0].best.runs.values()))
-      panels[label] = figures.read_taus(first.path, prefix)
+    panels = {
+      label: figures.read_taus([r.path for r in report.groups[0].best.runs.values()], prefix)
+      for label, report in reports.items()
+    }
     figures.taus(folder / name, panels)
 
 

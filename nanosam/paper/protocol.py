@@ -14,7 +14,8 @@ Protocol, fixed before the runs (every cell that is run is reported):
               steps; the letter of the paper's preconditioner (rho tuned again: its scale differs);
               bf16; untied.
 Where the best of a grid is at its edge, the grid is extended, rho within an RMS of 1e-5 to 3e-4.
-(f) tau       AdamW as configured, with the taus of Eq. 9 measured during training (separate runs).
+(f) tau       AdamW as configured, with the taus of Eq. 9 measured during training (separate runs),
+              on every seed.
 Final models are then measured: sharpness (nanosam.sharpness) or prune (nanosam.prune), on every
 seed of each method's best setting.
 Whatever wins on the seed of (a) and (b) is flattered by it; (c) averages that seed with others.
@@ -66,7 +67,8 @@ class Lab:
   name: str
   scale: str
   out: pathlib.Path
-  source: str = ""
+  source: str = ""  # of text; {vocab_size} and the like stand for a setting's arguments
+  images: str = ""  # data.source of the settings in vision; "" = their config's
   seeds: int = 3
   factor_seeds: int = 1
   methods: tuple[str, ...] = ()  # () = the experiment's
@@ -87,10 +89,10 @@ class Lab:
         raise UsageError(f"{self.name} has no {kind} {unknown.pop()}: {', '.join(known)}")
     # AdamW comes first: everything is compared with it.
     self.methods = (ADAMW, *(m for m in self.methods or experiment.methods if m != ADAMW))
+    if self.scale not in experiment.settings:
+      raise UsageError(f"{self.name} is ours: it has no scale {self.scale}, use --scale=mini")
     self.settings = experiment.settings[self.scale]
-    self.shared: Overrides = {"wandb.tags": self.name}
-    if self.source:
-      self.shared["data.source"] = self.source
+    self._outputs: dict[str, int] = {}
     self.measures = experiment.measures
     # Diagnostics change neither the result nor the id of a run, so these runs need another folder.
     self.folder = self.out / ("runs-tau" if "tau" in experiment.stages else "runs")
@@ -100,17 +102,29 @@ class Lab:
 
   def spec(self, setting: Setting, method: str) -> str:
     arguments = {**setting.arguments, "method": method, **self.arguments}
+    if setting.vision and self.images:
+      arguments["source"] = self.images
     text = ",".join(f"{k}={v}" for k, v in arguments.items())
     return f"{os.path.relpath(ROOT / 'configs' / setting.config)}:{text}"
 
-  def config(self, setting: Setting, method: str, overrides: Overrides | None = None) -> Any:
-    return sweeps.resolve(self.spec(setting, method), {**self.shared, **(overrides or {})})
+  def shared(self, setting: Setting) -> Overrides:
+    """What all runs of a setting have in common, besides the arguments of their config."""
+    tags: Overrides = {"wandb.tags": self.name}
+    if not self.source or setting.vision:
+      return tags
+    return {**tags, "data.source": self.source.format(**setting.arguments)}
 
-  @functools.cached_property
-  def vocabulary(self) -> int:
+  def config(self, setting: Setting, method: str, overrides: Overrides | None = None) -> Any:
+    return sweeps.resolve(self.spec(setting, method), {**self.shared(setting), **(overrides or {})})
+
+  def outputs(self, c: ml_collections.ConfigDict) -> int:
+    """Pieces of the vocabulary, or classes of images."""
     if self.scale == "paper":
       return config_lib.PAPER_VOCABULARY
-    return source_of(self.config(self.settings[0], ADAMW).data).outputs
+    key = json.dumps(c.data.to_dict())
+    if key not in self._outputs:
+      self._outputs[key] = source_of(c.data).outputs
+    return self._outputs[key]
 
   @functools.cached_property
   def found(self) -> tuple[list[runs.Run], list[str]]:
@@ -132,7 +146,7 @@ class Lab:
       for run in self.found[0]
       if (keys := wanted.get(run.keys["opt.method"]))
       and not comparable.differing_keys(run.keys, keys, TUNED)
-      and run.keys["data.source"] == keys["data.source"]
+      and all(run.keys[k] == keys[k] for k in ("data.source", "data.vocab_size"))
     ]
 
   def report(
@@ -165,8 +179,10 @@ class Lab:
   def rho_grid(self, setting: Setting, method: str) -> tuple[float, ...]:
     if self.scale == "paper":
       return PAPER_RHO[method]
-    counts = config_lib.parameter_counts(self.config(setting, method), self.vocabulary)
-    return tuple(float(f"{rms * math.sqrt(counts['total']):.3g}") for rms in self.rms)
+    c = self.config(setting, method)
+    params = train_step(c, self.outputs(c)).abstract_params
+    count = sum(x.size for x in jax.tree.leaves(params))
+    return tuple(float(f"{rms * math.sqrt(count):.3g}") for rms in self.rms)
 
   def jobs(self, stage: str) -> list[sweeps.Job]:
     return sweeps.make_jobs(self.stage(stage), self.folder)
@@ -174,7 +190,7 @@ class Lab:
   def stage(self, name: str) -> list[sweeps.Spec]:
     """The runs of a stage, each once."""
     return [
-      (self.spec(setting, method), {**self.shared, **overrides, "seed": k, "data_seed": k})
+      (self.spec(setting, method), {**self.shared(setting), **overrides, "seed": k, "data_seed": k})
       for setting in self.settings
       for method, overrides, seeds in self._cells(name, setting)
       for k in range(1, seeds + 1)  # whatever is tuned is tuned on the first
@@ -204,7 +220,7 @@ class Lab:
           yield from self._factor_cells(setting, factor)
       case "tau":
         every = max(1, self.config(setting, ADAMW).opt.num_train_steps // TAUS)
-        yield ADAMW, {"diagnostics.every": every}, 1
+        yield ADAMW, {"diagnostics.every": every}, self.seeds
 
   def _factor_cells(self, setting: Setting, factor: str) -> Iterator[tuple[str, Overrides, int]]:
     for method in (m for m in self.methods if m in FACTOR_METHODS):
@@ -234,9 +250,10 @@ class Lab:
   def equal_compute(self, setting: Setting) -> dict[str, int]:
     """Steps by method: AdamW's doubled, and for each other as many as AdamW's normal run pays."""
     c = self.config(setting, ADAMW)
-    steps, cost = c.opt.num_train_steps, step_flops(c, self.vocabulary)
+    steps, outputs = c.opt.num_train_steps, self.outputs(c)
+    cost = step_flops(c, outputs)
     return {ADAMW: 2 * steps} | {
-      m: round(steps * cost / step_flops(self.config(setting, m), self.vocabulary))
+      m: round(steps * cost / step_flops(self.config(setting, m), outputs))
       for m in self.methods[1:]
     }
 
@@ -249,13 +266,17 @@ class Lab:
 _COUNTED: dict[str, int] = {}
 
 
-def step_flops(c: ml_collections.ConfigDict, vocabulary: int) -> int:
+def train_step(c: ml_collections.ConfigDict, outputs: int) -> TrainStep:
+  """For one device; to look at, without compiling it."""
+  return TrainStep(c, outputs, sharding.make_mesh(1, 1, devices=jax.devices()[:1]))
+
+
+def step_flops(c: ml_collections.ConfigDict, outputs: int) -> int:
   """Counted on the traced step, for one device; nothing is allocated or compiled."""
   o = c.opt
-  parts = [c.model.to_dict(), c.head.to_dict(), c.batch_size, c.grad_accumulation_steps, vocabulary]
+  parts = [c.model.to_dict(), c.head.to_dict(), c.batch_size, c.grad_accumulation_steps, outputs]
   parts += [o.method, o.base, o.angle_form, o.perturb_group, o.rho_schedule, o.rho == 0]
   key = json.dumps(parts)  # what the count depends on: many runs share it
   if key not in _COUNTED:
-    mesh = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
-    _COUNTED[key] = flops.count(TrainStep(c, vocabulary, mesh).trace().jaxpr)
+    _COUNTED[key] = flops.count(train_step(c, outputs).trace().jaxpr)
   return _COUNTED[key]

@@ -58,7 +58,9 @@ SHARPNESS: dict[str, dict[str, dict[str, dict[str, float]]]] = {
 FIGURES = {
   "fig1": "the paper: SAM's eval loss is above AdamW's throughout training",
   "fig2": "the paper: after the first steps tau_logit is close to 1 and far above tau_func; "
-  "tau_cross (Figure 4) is mostly negative",
+  "tau_cross (Figure 4) is mostly negative. In vision (ViT on ImageNet and JFT) tau_logit begins "
+  "near 0 and soon is comparable with tau_func",
+  "fig4": "the paper: tau_cross is mostly negative, in language and in vision",
   "fig3": "the paper (23.9M, fixed length): SAM gets worse with every non-zero rho, PrecondFuncSAM "
   "improves, and its best rho is much larger",
   "fig5": "the paper: sharpness-aware methods degrade more gracefully; the gain of FuncSAM over "

@@ -66,7 +66,9 @@ def costs(lab: Lab, stages: Sequence[str], device: str | None, utilization: floa
   for stage in stages:
     yield f"{stage}:"
     for job in lab.jobs(stage):
-      cost = protocol.step_flops(job.config, lab.vocabulary) * job.config.opt.num_train_steps
+      cost = (
+        protocol.step_flops(job.config, lab.outputs(job.config)) * job.config.opt.num_train_steps
+      )
       sums[job.id] = job.tokens, cost
       yield line(f"  {job.id}", job.tokens, cost) + f"  {backends.state(job)}"
   tokens, cost = (sum(x) for x in zip(*sums.values(), strict=True))

@@ -43,8 +43,8 @@ AT_LEAST_ONE = """
 NOT_NEGATIVE = """
   seed data_seed head.chunk opt.rho opt.rho_warmup_steps opt.perturb_group opt.asam_eta opt.eps
   opt.peak_learning_rate opt.init_learning_rate opt.final_learning_rate opt.warmup_steps
-  opt.weight_decay opt.clip_by_global_norm guard.max_skips
-  guard.spike data.workers data.prefetch diagnostics.every cluster.num_processes
+  opt.weight_decay opt.clip_by_global_norm guard.max_skips guard.spike
+  model.head_scale data.classes data.workers data.prefetch diagnostics.every cluster.num_processes
 """.split()
 BELOW_ONE = ("opt.b1", "opt.b2", "opt.wsd_decay_fraction", "opt.average_decay")
 REGEXES = ("opt.weight_decay_params", "opt.perturb_params")

@@ -102,11 +102,13 @@ def tau_curves(runs: Iterable[Records], prefix: str) -> Curves:
   }
 
 
-def read_taus(workdir: pathlib.Path, prefix: str) -> Curves:
-  if found := tau_curves([_records(workdir)], prefix):
+def read_taus(workdirs: Sequence[pathlib.Path], prefix: str) -> Curves:
+  """Of runs that differ by seed."""
+  if found := tau_curves([_records(workdir) for workdir in workdirs], prefix):
     return found
+  where = ", ".join(map(str, workdirs))
   raise UserError(
-    f"{workdir} has no {prefix}/logit on record: train it with --config.diagnostics.every=STEPS"
+    f"{where} has no {prefix}/logit on record: train it with --config.diagnostics.every=STEPS"
   )
 
 

@@ -2,15 +2,17 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 
 
 def exit_with_parent(parent: int | None = None, *, grace: float = 0.0) -> None:
-  """Ends this process once its parent has died and `grace` more seconds have passed.
+  """Leaves ctrl-C to the parent; ends this process once that has died, `grace` seconds later.
 
   A multiprocessing worker knows its parent; any other process must be told the id.
   """
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
   starter = multiprocessing.parent_process()
 
   def watch() -> None:

@@ -1,5 +1,6 @@
 """Images: each once per epoch, the same on any number of hosts; clear words where one is bad."""
 
+import functools
 import pickle
 import sys
 
@@ -146,6 +147,17 @@ def test_tfds(open_it, tmp_path):
   assert pairs([everything(source)]) == pairs([everything(folder)])
   assert pairs(epoch(source, 10)) == pairs(epoch(folder, 10))
   assert "tensorflow" not in sys.modules
+
+
+def test_classes_can_be_merged(tmp_path):
+  open_it = functools.partial(open_source, "digits", vocab_size=0, cache_dir=str(tmp_path))
+  ten, two = open_it(), open_it(classes=2)
+  assert two.outputs == 2 and two.coding != ten.coding
+  a, b = everything(ten), everything(two)
+  np.testing.assert_array_equal(a.inputs, b.inputs)
+  np.testing.assert_array_equal(a.targets_BxL % 2, b.targets_BxL)
+  with pytest.raises(UsageError, match=r"data\.classes=11 must lie between 2 and the 10"):
+    open_it(classes=11)
 
 
 def test_too_few_images_for_the_steps(digits):

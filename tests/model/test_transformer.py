@@ -14,7 +14,7 @@ CFG = transformer.ModelConfig(
   **{"D": 16, "H": 2, "L": 8, "N": 2, "F": 32, "V": 50},
   **{"activation": "gelu", "tied": True, "dtype": jnp.float32},
   **{"remat": False, "scan_layers": False, "attention": "plain"},
-  **{"kind": "decoder", "image_size": 0, "patch_size": 0, "pooling": ""},
+  **{"kind": "decoder", "image_size": 0, "patch_size": 0, "pooling": "", "head_scale": 1.0},
 )
 
 

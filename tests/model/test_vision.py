@@ -26,12 +26,13 @@ from nanosam.run.validate import validate
 B, S, V = 6, 8, 5
 
 
-def network(pooling="mean", dtype=jnp.float32):
+def network(pooling="mean", dtype=jnp.float32, head_scale=1.0):
   return VisionTransformer(
     ModelConfig(
       **{"D": 8, "H": 2, "L": 1, "N": 1, "F": 12, "V": V, "activation": "gelu", "tied": False},
       **{"dtype": dtype, "remat": False, "scan_layers": False, "attention": "plain"},
       **{"kind": "vit", "image_size": S, "patch_size": 4, "pooling": pooling},
+      head_scale=head_scale,
     )
   )
 
@@ -69,6 +70,12 @@ def test_one_hidden_state_that_sees_the_whole_image(pooling):
     after = apply(images.at[0, *corner].set(255 - images[0, *corner]))
     assert (before[0] != after[0]).all()
     np.testing.assert_array_equal(before[1], after[1])
+
+
+def test_the_head_may_start_at_zero():
+  whole, half, zero = (init(network(head_scale=scale))["unembed"] for scale in (1.0, 0.5, 0.0))
+  np.testing.assert_array_equal(whole, 2 * half)
+  assert jnp.std(whole) == pytest.approx(8**-0.5, rel=0.3) and not zero.any()
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -8,6 +8,7 @@ from helpers.drawn import read_figure
 from helpers.lab import lab, loss
 from helpers.made_up_runs import write_run
 
+from nanosam import config as config_lib
 from nanosam.paper import findings, measures, protocol
 from nanosam.system.errors import UserError
 
@@ -73,7 +74,7 @@ def test_figures_of_taus_and_of_pruning(tmp_path):
   it = lab(tmp_path, "fig2")
   assert it.folder != lab(tmp_path, "fig1").folder  # the same runs by name, but for the taus
   for spec, overrides in it.stage("tau"):
-    steps = it.config(it.settings[0], "adamw").opt.num_train_steps
+    steps = config_lib.load(spec).opt.num_train_steps
     assert overrides["diagnostics.every"] == steps // protocol.TAUS
     path = write_run(it.folder, "adamw", 1, keys=overrides, spec=spec)
     with open(path / "metrics.jsonl", "a") as f:

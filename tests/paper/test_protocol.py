@@ -33,8 +33,9 @@ def test_counted_flops_are_the_formula(method, body, head):
   assert protocol.step_flops(c, V) == token * c.batch_size * m.L
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-@pytest.mark.parametrize("scale", ["mini", "paper"])
+@pytest.mark.parametrize(
+  "scale, name", [(scale, name) for name, e in EXPERIMENTS.items() for scale in e.settings]
+)
 def test_every_stage_plans_valid_runs(tmp_path, name, scale, monkeypatch):
   monkeypatch.setattr(protocol, "step_flops", lambda c, V: 1 if c.opt.method == "adamw" else 2)
   it = lab(tmp_path, name, scale, dry=True)
@@ -49,6 +50,26 @@ def test_every_stage_plans_valid_runs(tmp_path, name, scale, monkeypatch):
   for setting in it.settings:
     if setting.paper:
       assert set(losses.get(setting.paper, it.methods)) <= set(it.methods)
+
+
+def test_language_and_vision_have_data_of_their_own(tmp_path):
+  it = lab(tmp_path, "fig2", source="tokens:wiki", images="images:pets", seeds=2)
+  found = [(p.config.model.kind, p.config.data.source, p.config.seed) for p in it.jobs("tau")]
+  text, images = ("decoder", "tokens:wiki"), ("vit", "images:pets")
+  assert found == [(*kind, seed) for kind in (text, images) for seed in (1, 2)]
+  it = lab(tmp_path, "outputs", source="tokens:wiki-{vocab_size}", seeds=1)
+  data = [p.config.data for p in it.jobs("tau")]
+  assert [d.source for d in data[:4]] == [f"tokens:wiki-{n}" for n in (64, 256, 1024, 4096)]
+  assert [(d.source, d.classes) for d in data[4:]] == [("digits", 2), ("digits", 10)]
+  with pytest.raises(UsageError, match="outputs is ours: it has no scale paper"):
+    lab(tmp_path, "outputs", "paper")
+
+
+def test_runs_of_another_vocabulary_are_another_setting(tmp_path):
+  it = lab(tmp_path, "outputs", seeds=1)
+  for spec, overrides in it.stage("tau"):
+    write_run(it.folder, "adamw", 1, keys=overrides, spec=spec)
+  assert [len(it.matching(setting)) for setting in it.settings] == [1] * 6
 
 
 # Table of the paper: how many sizes or activations, and its methods without adamw.

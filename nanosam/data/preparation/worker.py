@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,6 @@ def start_worker(one_at_a_time: contextlib.AbstractContextManager) -> None:
   """Leaves ctrl-C to the parent, does not outlive it, and shares a lock for the big pieces."""
   global _one_at_a_time
   _one_at_a_time = one_at_a_time
-  signal.signal(signal.SIGINT, signal.SIG_IGN)
   exit_with_parent()
 
 
