@@ -343,9 +343,10 @@ def by_hand(name: str, params: Any, batch: Any, opt_state: Any) -> Any:
     return (value, {}), g
   d = g
   if name == "precond_func_sam":
-    adam = opt_state[0]
-    unbias = jnp.maximum(1 - 0.999**adam.count, 1e-3)
-    d = jax.tree.map(lambda g, nu: g / (jnp.sqrt(nu / unbias) + 1e-8), g, adam.nu)
+    adam = opt_state[0]  # whose second moment has yet to see g
+    nu = jax.tree.map(lambda nu, g: 0.999 * nu + 0.001 * g**2, adam.nu, g)
+    unbias = 1 - 0.999 ** (adam.count + 1)
+    d = jax.tree.map(lambda g, nu: g / (jnp.sqrt(nu / unbias) + 1e-8), g, nu)
   norm = optax.tree.norm(d)
   there = jax.tree.map(lambda p, d: p + RHO / norm * d, params, d)
   z, back = jax.vjp(lambda p: mlp(p, batch), there)

@@ -17,8 +17,8 @@ def validation_rows(source: Source, c: Any, rows: int, fewer: str) -> Batch:
   found = source.validation(L=c.model.L, rows=most, mask_documents=c.data.mask_documents).batch
   if len(found.targets_BxL) < rows:
     raise UsageError(
-      f"{rows} rows were asked for, but {c.data.source} has {len(found.targets_BxL)} "
-      f"for validation: {fewer}"
+      f"{rows} {'images' if source.image_size else f'sequences of {c.model.L} tokens'} were asked "
+      f"for, but {c.data.source} has {len(found.targets_BxL)} for validation: {fewer}"
     )
   return found.rows(slice(rows))
 

@@ -232,7 +232,7 @@ def _process_chunks(
       finished, _ = concurrent.futures.wait(
         pending, timeout=_POLL_SECONDS, return_when=concurrent.futures.FIRST_COMPLETED
       )
-      for future in finished:
+      for future in [task for task in pending if task in finished]:  # the first error is named
         done += pending.pop(future)
         shards = future.result()["splits"].values()
         documents += sum(s["tokens"]["documents"] for s in shards)

@@ -56,7 +56,7 @@ def test_sequences_that_were_lost_are_written_again(whole, tmp_path, capsys):
   with np.load(workdir / "eval_sequences.npz") as new, np.load(whole / "eval_sequences.npz") as old:
     assert new["step"] == old["step"]
     np.testing.assert_allclose(new["nll"], old["nll"], rtol=1e-5)
-  with pytest.raises(errors.UsageError, match="--save is only for the latest step"):
+  with pytest.raises(errors.UsageError, match="--save is only for the latest raw weights"):
     evaluate.main(["evaluate", f"--workdir={workdir}", "--save", "--step=12"])
 
 
