@@ -6,8 +6,9 @@ FILE.py is a Python file like launch/sweeps/example.py (see nanosam/study/sweeps
 the workdir OUT/ID, where ID is a readable name with a hash of all settings that matter: the same
 run has the same place in every sweep. Its output goes to OUT/ID/train.log.
 
---backend=local  trains here. By default one run at a time uses all devices; `--jobs=4` trains four
-                 at a time and, with CUDA_VISIBLE_DEVICES=0,1,2,3, gives each its share of them.
+--backend=local  trains here. By default one run at a time uses all devices and cores; `--jobs=4`
+                 trains four at a time, the longest first, and gives each its share of the cores and
+                 of CUDA_VISIBLE_DEVICES. On CPUs, one core a run is fastest.
 --backend=slurm  submits each run as a job of launch/slurm.sbatch, whose header sets its resources,
                  and exits; the same command later shows what became of them.
 --backend=tpu    trains each run on a slice of its own with launch/tpu_pod.sh, `--jobs` at a time.

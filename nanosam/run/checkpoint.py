@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
@@ -30,6 +31,7 @@ from nanosam.system.remote import is_remote
 FOLDER = "checkpoints"
 ASIDE = "unreadable_checkpoints"
 EVAL_LOSS = "eval/loss"
+_BLOCK_BYTES = 1 << 24  # of an array on the host whose checksum is computed at a time
 _OTHER_SHAPES = "compatible with the stored shape|tree structures do not match"  # orbax's words
 _DETAILS = r" \[tensorstore_spec| \[source locations| See full TensorStore details|\. Truncating"
 
@@ -150,22 +152,29 @@ class Checkpoints:
     with self._save_errors():
       self._manager.wait_until_finished()
 
-  def restore(self, target: Any, step: int, partial: bool = False) -> Restored:
-    """Arrays with the shapes, types and shardings of `target`, however they were saved."""
+  def restore(
+    self, target: Any, step: int, partial: bool = False, on_host: bool = False
+  ) -> Restored:
+    """Arrays with the shapes, types and shardings of `target`, however they were saved.
+
+    With `on_host`, they are numpy arrays, and no device is needed.
+    """
+    to_devices = ocp.checkpoint_utils.construct_restore_args(target)
+    to_host = jax.tree.map(lambda x: ocp.RestoreArgs(np.ndarray, dtype=x.dtype), target)
     arrays = ocp.args.PyTreeRestore(
-      item=target,
-      restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-      partial_restore=partial,
+      item=target, restore_args=to_host if on_host else to_devices, partial_restore=partial
     )
     restored = self._read(step, ocp.args.Composite(state=arrays, run=ocp.args.JsonRestore()))
     run, wanted = _unseal(restored["run"])
     _check(restored["state"], target, wanted)
     return Restored(step, restored["state"], run)
 
-  def restore_parts(self, target: dict[str, Any], step: int) -> dict[str, Any]:
-    """Some fields of the state, without reading the others."""
+  def restore_parts(
+    self, target: dict[str, Any], step: int, on_host: bool = False
+  ) -> dict[str, Any]:
+    """Some fields of the state, or arrays of them, without reading the others."""
     try:
-      return self.restore(target, step, partial=True).state
+      return self.restore(target, step, partial=True, on_host=on_host).state
     except Exception as e:
       others = ", ".join(str(s) for s in self.steps() if s != step)
       raise UserError(
@@ -287,7 +296,10 @@ def checksums(tree: Any) -> dict[str, int]:
   """One number for each array, under its path."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-  return dict(zip(names, map(int, jax.device_get(_sums([x for _, x in leaves]))), strict=True))
+  arrays = [x for _, x in leaves]
+  if all(isinstance(x, np.ndarray) for x in arrays):
+    return dict(zip(names, map(_sum_of_blocks, arrays), strict=True))
+  return dict(zip(names, map(int, jax.device_get(_sums(arrays))), strict=True))
 
 
 def digest(tree: Any) -> str:
@@ -300,8 +312,22 @@ def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
   return [_weighted_sum_of_bits(x) for x in arrays]
 
 
-def _weighted_sum_of_bits(x: jax.Array) -> jax.Array:
-  """Modulo 2^32, with odd weights: it changes with any one element, and with their order."""
+def _sum_of_blocks(x: np.ndarray) -> int:
+  """The same number from one block of rows at a time: XLA needs a copy of what it adds up.
+
+  Each block is copied, since JAX may hold on to an argument, and so to all of `x`, for a while.
+  """
+  x = np.atleast_1d(x)
+  rows = max(1, _BLOCK_BYTES * len(x) // max(1, x.nbytes))
+  starts = range(0, len(x), rows)
+  return sum(int(_sum_of_rows(x[i : i + rows].copy(), i)) for i in starts) % 2**32
+
+
+def _weighted_sum_of_bits(x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
+  """Modulo 2^32, with odd weights: it changes with any one element, and with their order.
+
+  `x` may be a part of the array, with its rows from `first` on.
+  """
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
   if x.dtype == bool:
@@ -310,8 +336,12 @@ def _weighted_sum_of_bits(x: jax.Array) -> jax.Array:
   weights = jnp.ones(x.shape, jnp.uint32)
   for axis in range(x.ndim):
     place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    place += jnp.uint32(first) if axis == 0 else 0
     weights += 2 * place * jnp.uint32(0x9E3779B1 + 2 * axis)
   return jnp.sum(bits.astype(jnp.uint32) * weights, dtype=jnp.uint32)
+
+
+_sum_of_rows = jax.jit(_weighted_sum_of_bits)
 
 
 def _check(tree: Any, target: Any, wanted: dict[str, int]) -> None:

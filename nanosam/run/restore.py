@@ -28,6 +28,15 @@ from nanosam.system.remote import is_remote, storage_errors
 RAW, AVERAGE = "raw", "average"
 
 
+class Opened(NamedTuple):
+  """A run whose arrays have not been read yet."""
+
+  config: ml_collections.ConfigDict
+  source: Source
+  checkpoints: Checkpoints
+  step: int
+
+
 class Loaded(NamedTuple):
   config: ml_collections.ConfigDict
   source: Source
@@ -38,17 +47,10 @@ class Loaded(NamedTuple):
   moments: Moments = Moments()  # of the optimizer, if asked for
 
 
-def load_run(
-  folder: str | os.PathLike[str],
-  step: str = "latest",
-  with_moments: bool = False,
-  weights: str = RAW,
-) -> Loaded:
-  """The run's model at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
+def open_run(folder: str | os.PathLike[str], step: str = "latest") -> Opened:
+  """The run at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
   workdir = epath.Path(folder)
   c, environment = stored_run(workdir)
-  if weights == AVERAGE and c.opt.average == "none":
-    raise UsageError(f"{workdir} has no averaged weights: it was trained with opt.average=none")
   runtime.set_up_jax(c)
   checkpoints = open_checkpoints(workdir)
   number = choose_step(checkpoints, workdir, step)
@@ -59,6 +61,19 @@ def load_run(
       f"{source.fingerprint} (other files, or other package versions behind the embedded corpus): "
       "restore that data"
     )
+  return Opened(c, source, checkpoints, number)
+
+
+def load_run(
+  folder: str | os.PathLike[str],
+  step: str = "latest",
+  with_moments: bool = False,
+  weights: str = RAW,
+) -> Loaded:
+  """The run's model at `step`, over all devices of this machine."""
+  c, source, checkpoints, number = open_run(folder, step)
+  if weights == AVERAGE and c.opt.average == "none":
+    raise UsageError(f"{folder} has no averaged weights: it was trained with opt.average=none")
   mesh = sharding.make_mesh(data=1, fsdp=-1)
   train_step = TrainStep(c, source.outputs, mesh)
   wanted = {"params": train_step.abstract_state.params}

@@ -1,23 +1,29 @@
 """Where the runs of a sweep are trained: this machine, Slurm, or TPU slices."""
 
 import argparse
+import ctypes
+import functools
 import os
 import pathlib
 import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanosam.run.metrics_file import METRICS_FILE
 from nanosam.run.record import CONFIG_FILE
 from nanosam.study import runs
 from nanosam.study.sweeps import Job
 from nanosam.system.errors import Interrupted, UsageError, UserError
+from nanosam.system.progress import TimeLeft, duration
 
 LOG_FILE = "train.log"
+REPORT_EVERY = 60.0  # seconds
+_SIGNAL_WHEN_PARENT_DIES = 1  # PR_SET_PDEATHSIG of Linux
 # What became of a job, besides the states of a run.
 SKIPPED, FAILED, INTERRUPTED, WAITING = "finished before", "failed", "interrupted", "not started"
 QUEUED = "in the queue"
@@ -71,24 +77,29 @@ def local(
 ) -> dict[str, str]:
   """Trains in processes of this machine, `parallel` at a time; what became of each, by id.
 
-  `fetch` brings the records of a run that has ended to its workdir.
+  The longest runs come first, so that no core is idle for long at the end. `fetch` brings the
+  records of a run that has ended to its workdir.
   """
   outcomes = {job.id: WAITING for job in todo}
-  waiting, announced = list(todo), False
-  active: dict[int, tuple[Job, subprocess.Popen[bytes], float]] = {}  # by slot
+  waiting, announced, said = sorted(todo, key=lambda job: -job.cost), False, time.monotonic()
+  active: dict[int, Active] = {}  # by slot
   with SignalRelay() as stop:
     while active or (waiting and not stop):
       for slot in range(parallel):
         if slot not in active and waiting and not stop:
           job = waiting.pop(0)
-          active[slot] = job, _start(command(job), job, slot, parallel), time.monotonic()
+          active[slot] = Active.begin(job, _start(command(job), job, slot, parallel))
           say(f"[{len(todo) - len(waiting)}/{len(todo)}] {job.id}: started")
       time.sleep(0.05)
       if stop and not announced:
         announced = True
         say("stopping: the runs under way save first; ctrl-C again leaves at once")
-      stop.pass_on([process for _, process, _ in active.values()])
-      for slot, (job, process, since) in list(active.items()):
+      if (now := time.monotonic()) > said + REPORT_EVERY:
+        said = now
+        for run in active.values():
+          say(f"  {run.job.id}: {run.progress(now)}")
+      stop.pass_on([run.process for run in active.values()])
+      for slot, (job, process, since, _) in list(active.items()):
         if process.poll() is not None:
           del active[slot]
           fetch(job)
@@ -97,6 +108,25 @@ def local(
           if outcome == INTERRUPTED and not stop:
             waiting.insert(0, job)
   return outcomes
+
+
+class Active(NamedTuple):
+  """A run under way."""
+
+  job: Job
+  process: subprocess.Popen[bytes]
+  since: float
+  left: TimeLeft
+
+  @classmethod
+  def begin(cls, job: Job, process: subprocess.Popen[bytes]) -> "Active":
+    return cls(job, process, time.monotonic(), TimeLeft())
+
+  def progress(self, now: float) -> str:
+    stored, steps = self.job.stored(), self.job.config.opt.num_train_steps
+    step = stored.step if stored else 0
+    left = self.left.update(step, steps, now, counts=step > 0)
+    return f"step {step} of {steps}, {duration(left)} left"
 
 
 def _start(command: list[str], job: Job, slot: int, parallel: int) -> subprocess.Popen[bytes]:
@@ -109,7 +139,14 @@ def _start(command: list[str], job: Job, slot: int, parallel: int) -> subprocess
       stderr=log,
       env={**os.environ, **share_of_devices(slot, parallel, os.environ)},
       start_new_session=True,  # a terminal's ctrl-C reaches it only through us, once
+      preexec_fn=functools.partial(_settle, slot, parallel) if sys.platform == "linux" else None,
     )
+
+
+def _settle(slot: int, parallel: int) -> None:
+  """In the new process: keeps to its cores, and saves and stops when the sweep is killed."""
+  os.sched_setaffinity(0, share_of_cores(slot, parallel, os.sched_getaffinity(0)))
+  ctypes.CDLL(None).prctl(_SIGNAL_WHEN_PARENT_DIES, signal.SIGTERM)
 
 
 def tpu(todo: Sequence[Job], parallel: int) -> dict[str, str]:
@@ -166,6 +203,14 @@ def share_of_devices(slot: int, parallel: int, environment: Mapping[str, str]) -
       f"CUDA_VISIBLE_DEVICES={','.join(devices)} are too few for {parallel} at a time"
     )
   return {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot::parallel])}
+
+
+def share_of_cores(slot: int, parallel: int, cores: Iterable[int]) -> list[int]:
+  """Neighbours; all of them if there are fewer than jobs."""
+  cores = sorted(cores)
+  if len(cores) < parallel:
+    return cores
+  return cores[slot * len(cores) // parallel : (slot + 1) * len(cores) // parallel]
 
 
 def outcome_of(job: Job, code: int, stopped: bool) -> str:

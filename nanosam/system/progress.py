@@ -49,7 +49,7 @@ class Progress:
     with self._lock:
       time_now = self._clock()
       left = self._time_left.update(done, needed, time_now, counts=counts)
-      self._line = f"{line}  {_duration(left)} left"
+      self._line = f"{line}  {duration(left)} left"
       if now or time_now - self._shown_at >= self._interval:
         self._show(time_now)
 
@@ -111,7 +111,7 @@ def _short(x: float) -> str:
   return f"{x:.3g}G"
 
 
-def _duration(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
   if seconds is None:
     return "?"
   minutes, s = divmod(round(seconds), 60)

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -160,3 +161,48 @@ def wait_for(condition):
     assert time.monotonic() < deadline
     time.sleep(0.05)
   return found
+
+
+def test_each_job_has_its_share_of_the_cores():
+  assert [backends.share_of_cores(i, 2, {4, 5, 6, 7}) for i in range(2)] == [[4, 5], [6, 7]]
+  assert [backends.share_of_cores(i, 2, range(5)) for i in range(2)] == [[0, 1], [2, 3, 4]]
+  assert backends.share_of_cores(1, 2, [3]) == [3]  # a machine with one core
+
+
+def test_long_runs_come_first_each_on_its_cores(tmp_path, monkeypatch, capsys):
+  steps = {"short": 10, "long": 1000, "middle": 100}
+  specs = [(TINY, {"opt.num_train_steps": n}) for n in steps.values()]
+  jobs = sweeps.make_jobs(specs, tmp_path)
+  code = "import os, time; print(sorted(os.sched_getaffinity(0))); time.sleep(1)"
+  monkeypatch.setattr(backends, "REPORT_EVERY", 0.3)
+  backends.local(jobs, 2, command=lambda job: [sys.executable, "-c", code])
+  said = capsys.readouterr().out
+  started = re.findall(r"-n(\d+)-\S+: started", said)
+  assert started == ["1000", "100", "10"]
+  assert "step 0 of 1000, ? left" in said
+  cores = sorted(os.sched_getaffinity(0))
+  if len(cores) > 1:
+    used = [json.loads((job.workdir / "train.log").read_text()) for job in jobs]
+    assert used[1] == backends.share_of_cores(0, 2, cores) and used[2] == backends.share_of_cores(
+      1, 2, cores
+    )
+
+
+def test_runs_save_and_stop_when_the_sweep_is_killed(tmp_path):
+  child = (
+    "import pathlib, signal, sys, time\n"
+    f"told = lambda *_: (pathlib.Path({str(tmp_path)!r}, 'told').touch(), sys.exit(75))\n"
+    "signal.signal(signal.SIGTERM, told)\n"
+    f"pathlib.Path({str(tmp_path)!r}, 'ready').touch()\n"
+    "time.sleep(60)\n"
+  )
+  code = (
+    "import pathlib, sys\nfrom nanosam.study import backends, sweeps\n"
+    f"jobs = sweeps.make_jobs([({TINY!r}, {{}})], pathlib.Path({str(tmp_path)!r}))\n"
+    f"backends.local(jobs, 1, command=lambda job: [sys.executable, '-c', {child!r}])\n"
+  )
+  sweep = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+  wait_for((tmp_path / "ready").exists)
+  sweep.kill()
+  sweep.wait()
+  wait_for((tmp_path / "told").exists)
