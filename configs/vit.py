@@ -20,7 +20,7 @@ from nanosam import config
 
 HEAD_WIDTH = 16
 SIZES = {"digits": (8, 2, 600)}  # image, patch, steps
-OTHER_SIZES = (32, 8, 1500)
+OTHER_SIZES = (32, 8, 2500)
 
 
 def get_config(arg=None):

@@ -30,17 +30,29 @@ def main(argv: list[str]) -> None:
   good = 0 < args.utilization <= 1 and (args.peak or 1) > 0
   need(good, "--utilization must be in (0, 1], and --peak above 0")
   devices, hbm_bytes = devices_of(args.topology)
-  # The data may not be here yet, so it is not asked.
-  known = c.data.vocab_size if c.data.source == "embedded" else config_lib.PAPER_VOCABULARY
-  facts = measure(c, args.vocab_size or known, devices, hbm_bytes, args.topology)
+  facts = measure(c, args.vocab_size or outputs(c), devices, hbm_bytes, args.topology)
   facts |= run_cost(c, facts, args.peak, args.utilization)
   print(json.dumps(facts, indent=2) if args.json else report(c, facts))
+
+
+def outputs(c: ml_collections.ConfigDict) -> int:
+  """Pieces of the vocabulary, or classes, if nobody says so: the data may not be here yet."""
+  known = c.data.classes or {"embedded": c.data.vocab_size, "digits": 10}.get(c.data.source)
+  need(
+    known or c.model.kind == "decoder",
+    f"how many classes {c.data.source} has is known once it is read: say --vocab_size=CLASSES",
+  )
+  return known or config_lib.PAPER_VOCABULARY
 
 
 def parser() -> Parser:
   add = (p := Parser("python -m nanosam.plan", __doc__)).add_argument
   add("--topology", required=True, help=f"{known_topologies()}")
-  add("--vocab_size", type=int, help="(default: the embedded corpus's own, or the reference's)")
+  add(
+    "--vocab_size",
+    type=int,
+    help="or classes (default: the embedded data's own, or the reference's)",
+  )
   add("--peak", type=float, help="FLOP/s of a device (default: its data sheet's)")
   add("--utilization", type=float, default=0.4, help="of the peak (default 0.4)")
   add("--json", action="store_true")

@@ -1,4 +1,4 @@
-"""Pretrains a language model.
+"""Trains a model of text or images.
 
 python -m nanosam.train --config=configs/FILE.py[:k=v,...] [--config.KEY=VALUE ...]
 """

@@ -137,6 +137,15 @@ def test_bad_requests_are_refused(monkeypatch, words, message):
     plan.main(["plan", f"--config={CONFIG}", *words])
 
 
+def test_classes_of_images():
+  def known(spec):
+    return plan.outputs(config_lib.load(f"configs/vit.py:{spec}"))
+
+  assert (known(""), known("classes=2"), known("source=images:x,classes=5")) == (10, 2, 5)
+  with pytest.raises(UsageError, match=r"how many classes images:x has .*--vocab_size=CLASSES"):
+    known("source=images:x")
+
+
 def test_without_libtpu_it_says_what_to_install(commands, tmp_path, monkeypatch):
   (tmp_path / "libtpu.py").write_text("raise ImportError")
   monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)  # set where JAX found libtpu

@@ -25,14 +25,16 @@ class Rule(NamedTuple):
   elsewhere: str = ""  # the test that runs it, against stand-ins
 
 
-TINY = "--config.model.D=16 --config.model.H=2 --config.model.N=1 --config.model.L=32"
-SHORT = f"{TINY} --config.batch_size=8 --config.opt.num_train_steps=4 --config.opt.warmup_steps=1 "
+SMALL = "--config.model.D=16 --config.model.H=2 --config.model.N=1"
+TINY = f"{SMALL} --config.model.L=32"
+SHORT = "--config.batch_size=8 --config.opt.num_train_steps=4 --config.opt.warmup_steps=1 "
 SHORT += "--config.eval_steps=8 --config.eval_batch_size=16 --config.wandb.mode=disabled "
 SHORT += "--config.data.repeat=True"
 RULES = (
   Rule("bash scripts/quickstart.sh", by_ci=True),
   Rule("bash scripts/test.sh", by_ci=True),
-  Rule("python -m nanosam.train", add=SHORT),
+  Rule("python -m nanosam.train --config=configs/vit.py", add=f"{SMALL} {SHORT}"),
+  Rule("python -m nanosam.train", add=f"{TINY} {SHORT}"),
   Rule("python -m nanosam.sample", add="--length=4"),
   Rule("python -m nanosam.evaluate"),
   Rule("bash scripts/get_c4.sh", swap=((" 8 ", " 2 "),)),  # from a server of ours
@@ -53,7 +55,7 @@ RULES = (
   Rule("python -m nanosam.plan", add=TINY, swap=(("v5e:2x4", "cpu:2"),)),
   Rule("bash launch/tpu_pod.sh", elsewhere="launch/test_launch.py"),
   Rule("sbatch", elsewhere="launch/test_launch.py"),
-  Rule("python launch/local.py", add=SHORT),
+  Rule("python launch/local.py", add=f"{TINY} {SHORT}"),
   Rule("python -m nanosam.sharpness", add="--batches=1 --batch_size=8 --sem=0.3 --residual=0.2"),
   Rule("python -m nanosam.export"),
   Rule("python -m nanosam.prune", add="--sparsity=0,0.5"),

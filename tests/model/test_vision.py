@@ -125,6 +125,17 @@ def test_every_method_is_that_of_the_dense_model(x64, name):
   close(ours.metrics, plain.metrics)
 
 
+def test_what_is_right_is_the_class_with_the_largest_logit():
+  net = network()
+  params, batch, _ = setting(net)
+  model, dense = objectives(net)
+  best_B = jnp.argmax(dense.outputs(params, batch), -1)
+  batch = batch._replace(targets_BxL=batch.targets_BxL.at[::2].set(best_B[::2, None]))
+  found = model.correct(params, batch)
+  np.testing.assert_array_equal(found, batch.targets_BxL == best_B[:, None])
+  assert found[::2].all() and not found.all()
+
+
 def test_taus_are_those_of_the_dense_model(x64):
   net = network("mean", jnp.float64)
   params, batch, moments = setting(net)
