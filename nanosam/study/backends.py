@@ -1,8 +1,6 @@
 """Where the runs of a sweep are trained: this machine, Slurm, or TPU slices."""
 
 import argparse
-import ctypes
-import functools
 import os
 import pathlib
 import re
@@ -23,7 +21,6 @@ from nanosam.system.progress import TimeLeft, duration
 
 LOG_FILE = "train.log"
 REPORT_EVERY = 60.0  # seconds
-_SIGNAL_WHEN_PARENT_DIES = 1  # PR_SET_PDEATHSIG of Linux
 # What became of a job, besides the states of a run.
 SKIPPED, FAILED, INTERRUPTED, WAITING = "finished before", "failed", "interrupted", "not started"
 QUEUED = "in the queue"
@@ -133,20 +130,30 @@ def _start(command: list[str], job: Job, slot: int, parallel: int) -> subprocess
   job.workdir.mkdir(parents=True, exist_ok=True)
   with open(job.workdir / LOG_FILE, "ab") as log:
     return subprocess.Popen(
-      command,
+      [*_settled(slot, parallel), *command],
       stdin=subprocess.DEVNULL,
       stdout=log,
       stderr=log,
       env={**os.environ, **share_of_devices(slot, parallel, os.environ)},
       start_new_session=True,  # a terminal's ctrl-C reaches it only through us, once
-      preexec_fn=functools.partial(_settle, slot, parallel) if sys.platform == "linux" else None,
     )
 
 
-def _settle(slot: int, parallel: int) -> None:
-  """In the new process: keeps to its cores, and saves and stops when the sweep is killed."""
-  os.sched_setaffinity(0, share_of_cores(slot, parallel, os.sched_getaffinity(0)))
-  ctypes.CDLL(None).prctl(_SIGNAL_WHEN_PARENT_DIES, signal.SIGTERM)
+# Becomes the command, which then keeps to its cores, and saves and stops when the sweep is killed:
+# 1 is Linux's PR_SET_PDEATHSIG. (Not in preexec_fn: it would fork a process that has threads.)
+_SETTLE = """
+import ctypes, os, signal, sys
+os.sched_setaffinity(0, map(int, sys.argv[1].split(",")))
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def _settled(slot: int, parallel: int) -> list[str]:
+  if sys.platform != "linux":
+    return []
+  cores = share_of_cores(slot, parallel, os.sched_getaffinity(0))
+  return [sys.executable, "-c", _SETTLE, ",".join(map(str, cores))]
 
 
 def tpu(todo: Sequence[Job], parallel: int) -> dict[str, str]:
