@@ -9,6 +9,7 @@ WHERE  compile; step:N, once its record is written and the checkpoints due are o
        data:N, in the N-th batch (nan only)
 """
 
+import importlib
 import itertools
 import os
 import pathlib
@@ -40,6 +41,8 @@ def get_config(arg=None):
   c.checkpoint_every_steps = 4
   c.log_every_steps = 1
   c.wandb.mode = "disabled"
+  if module := os.environ.get("NANOSAM_TEST_IMPORT"):  # now, not some seconds into the run
+    importlib.import_module(module)
   if seconds := os.environ.get("NANOSAM_TEST_TAKE_OVER"):
     workdir.TAKE_OVER_AFTER = float(seconds)
   if fault := os.environ.get("NANOSAM_TEST_FAULT"):

@@ -44,12 +44,12 @@ def test_data_of_the_embedded_corpus(capsys):
 
 @pytest.mark.full
 def test_rows_of_the_library(capsys):
-  benchmark.main(["", "library", "--rounds=1", "--batch_size=32", "--json"])
+  benchmark.main(["", "library", "--rounds=1", "--json"])
   rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)}
   assert [*rows] == ["adamw", "sam", "func_sam", "precond_func_sam"]
   for name in ("sam", "func_sam", "precond_func_sam"):
     assert rows[name]["flops_ratio"] == pytest.approx(2, abs=0.02)
-    assert rows[name]["memory_ratio_to_by_hand"] < 1.2
+    assert rows[name]["memory_ratio_to_by_hand"] < 1.1
 
 
 def test_methods_by_hand_are_those_of_the_library():
