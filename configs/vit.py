@@ -11,9 +11,9 @@ an accuracy of 97 % and an eval loss of 0.10.
 expect an eval loss of 1.355 and an accuracy of 52 % (three seeds: 1.353 to 1.357, 51.6 to 52.7 %).
 Smaller patches and a wider model give more.
 
-The taus (diagnostics.every) are measured on half as many images as a step has; 40 measurements of a
-run on CIFAR add 5 % to its steps, and 17 % with all compiling. `classes=2` merges the classes by
-their number modulo 2, and `head_scale=0` starts the head at zero.
+The taus (diagnostics.every) are measured on half as many images as a step has. By timings of one of
+each, 40 measurements add about 5 % to the steps of a run on CIFAR, 17 % with compiling. `classes=2`
+merges the classes by their number modulo 2, and `head_scale=0` starts the head at zero.
 """
 
 from nanosam import config

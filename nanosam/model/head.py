@@ -10,7 +10,7 @@ Only one chunk's logits exist at a time: no buffer of B x L x V, unless a residu
 Weights arrive divided by the batch's total: sums over chunks, microbatches and devices are exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -92,26 +92,25 @@ def vjp(
 
 def token_losses(point: Point, ids_BxL: jax.Array, *, chunk: int) -> jax.Array:
   """Negative log-likelihood of each target, unweighted."""
-  L = ids_BxL.shape[1]
-  size = _size(chunk, L)
-  W_VxD = gathered(point.W_VxD, point.h_BxLxD.dtype)
-
-  def one_chunk(xs):
-    h_BxCxD, ids_BxC = xs
-    return _loss(_logits(h_BxCxD, W_VxD), ids_BxC)[0]
-
-  return _whole(jax.lax.map(one_chunk, (_chunks(point.h_BxLxD, size), _chunks(ids_BxL, size))), L)
+  return _by_target(lambda logits, ids: _loss(logits, ids)[0], point, ids_BxL, chunk)
 
 
 def correct(point: Point, ids_BxL: jax.Array, *, chunk: int) -> jax.Array:
   """Whether each target has the largest logit; among equals the first class counts."""
+  return _by_target(lambda logits, ids: jnp.argmax(logits, -1) == ids, point, ids_BxL, chunk)
+
+
+def _by_target(
+  of: Callable[[jax.Array, jax.Array], jax.Array], point: Point, ids_BxL: jax.Array, chunk: int
+) -> jax.Array:
+  """`of` the logits and targets of each chunk, B x L."""
   L = ids_BxL.shape[1]
   size = _size(chunk, L)
   W_VxD = gathered(point.W_VxD, point.h_BxLxD.dtype)
 
   def one_chunk(xs):
     h_BxCxD, ids_BxC = xs
-    return jnp.argmax(_logits(h_BxCxD, W_VxD), -1) == ids_BxC
+    return of(_logits(h_BxCxD, W_VxD), ids_BxC)
 
   return _whole(jax.lax.map(one_chunk, (_chunks(point.h_BxLxD, size), _chunks(ids_BxL, size))), L)
 
