@@ -15,29 +15,33 @@ contain {vocab_size}; `vision` compares methods on images (--learning_rates=1e-3
 
 python scripts/reproduce.py simplicity --out=DIR [--seeds=100] [--set=NAME=VALUE ...]
 is an experiment of its own, minutes on one core: nanosam/paper/simplicity/experiment.py.
+
+python scripts/reproduce.py regimes --regime=limited|online|overtrained --source=tokens:DIR
+  --out=DIR --seeds=N [--stage=all|pilot|tuning|verdict|compute|report] [--jobs=N]
+tunes every method as hard as AdamW, then compares on fresh seeds: nanosam/paper/regimes.py.
 """
 
 import argparse
 import os
 import pathlib
 
-from nanosam.paper import measures, stages
+from nanosam.paper import measures, regimes, stages
 from nanosam.paper.experiments import EXPERIMENTS, MEASURES, STAGES
 from nanosam.paper.findings import write_report
 from nanosam.paper.protocol import FACTORS, Lab
 from nanosam.paper.simplicity import command as simplicity
 from nanosam.paper.simplicity.experiment import Settings
-from nanosam.study.backends import add_backend_arguments, say
+from nanosam.study.backends import add_backend_arguments, say, state
 from nanosam.system import errors
 from nanosam.system.command_line import Parser, numbers
 from nanosam.system.errors import UsageError
 
-SIMPLICITY = "simplicity"
-
 
 def main(argv: list[str]) -> None:
-  if SIMPLICITY in argv[1:2]:
+  if argv[1:2] == ["simplicity"]:
     return reproduce_simplicity(argv)
+  if argv[1:2] == ["regimes"]:
+    return reproduce_regimes(argv)
   args = parser().parse_args(argv[1:])
   lab = make_lab(args)
   known = (*lab.stages, *lab.measures)
@@ -61,12 +65,35 @@ def main(argv: list[str]) -> None:
 
 
 def reproduce_simplicity(argv: list[str]) -> None:
-  p = Parser(f"python scripts/reproduce.py {SIMPLICITY}", __doc__)
+  p = Parser("python scripts/reproduce.py simplicity", __doc__)
   p.add_argument("--out", required=True, type=pathlib.Path)
   p.add_argument("--seeds", type=int, default=Settings.seeds)
   p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
   args = p.parse_args(argv[2:])
   simplicity.run(args.out, simplicity.changed(Settings(seeds=args.seeds), args.set), argv, say)
+
+
+def reproduce_regimes(argv: list[str]) -> None:
+  p = Parser("python scripts/reproduce.py regimes", __doc__)
+  p.add_argument("--regime", required=True, choices=regimes.REGIMES)
+  p.add_argument("--source", required=True, help="data.source, a token store")
+  p.add_argument("--out", required=True, type=pathlib.Path)
+  p.add_argument("--seeds", required=True, type=int, help="of the verdict")
+  p.add_argument("--stage", default="all", choices=("all", *regimes.STAGES, "report"))
+  add_backend_arguments(p)
+  args = p.parse_args(argv[2:])
+  if min(args.seeds, args.jobs) < 1:
+    raise UsageError("--seeds and --jobs are at least 1")
+  study = regimes.Study(args.regime, args.out, args.source, args.seeds)
+  chosen = regimes.STAGES if args.stage == "all" else (args.stage,)
+  if args.dry_run:
+    for job in (job for stage in chosen if stage != "report" for job in study.jobs(stage)):
+      print(f"{job.id}  {job.tokens:.3g} tokens  {state(job)}")
+    return
+  for stage in chosen:
+    if stage != "report":
+      regimes.train(study, stage, args.backend, args.jobs, argv)
+  regimes.write_report(study, argv)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,6 +111,7 @@ def parser() -> argparse.ArgumentParser:
   p.add_argument("--learning_rates", type=numbers, default=Lab.learning_rates)
   p.add_argument("--decays", type=numbers, default=Lab.decays)
   p.add_argument("--rms", type=numbers, default=Lab.rms, help="of eps per coordinate")
+  p.add_argument("--targets", type=int, default=0, help="tokens or images to measure taus on")
   p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
   p.add_argument("--device", choices=stages.DEVICES, help="for device-hours")
   p.add_argument("--utilization", type=float, default=0.4, help="of the device's peak")
@@ -97,7 +125,16 @@ def make_lab(args: argparse.Namespace) -> Lab:
   for text in args.set:
     if "=" not in text:
       raise UsageError(f"--set={text}: write NAME=VALUE")
-  names = ("source", "images", "seeds", "factor_seeds", "learning_rates", "decays", "rms")
+  names = (
+    "source",
+    "images",
+    "seeds",
+    "factor_seeds",
+    "learning_rates",
+    "decays",
+    "rms",
+    "targets",
+  )
   return Lab(
     args.experiment,
     args.scale,

@@ -76,6 +76,7 @@ class Lab:
   learning_rates: tuple[float, ...] = (8e-3, 1.6e-2, 3.2e-2)
   decays: tuple[float, ...] = (0.03, 0.1, 0.3)
   rms: tuple[float, ...] = (3e-5, 1e-4, 3e-4)
+  targets: int = 0  # tokens or images that the taus are measured on; 0 = the config's batch
   arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # more, of the config
   dry: bool = False  # use placeholders for what an earlier stage has yet to find
 
@@ -219,8 +220,11 @@ class Lab:
         for factor in self.factors:
           yield from self._factor_cells(setting, factor)
       case "tau":
-        every = max(1, self.config(setting, ADAMW).opt.num_train_steps // TAUS)
-        yield ADAMW, {"diagnostics.every": every}, self.seeds
+        c = self.config(setting, ADAMW)
+        measured = {"diagnostics.every": max(1, c.opt.num_train_steps // TAUS)}
+        if self.targets:
+          measured["diagnostics.batch_size"] = max(1, self.targets // c.model.L)
+        yield ADAMW, measured, self.seeds
 
   def _factor_cells(self, setting: Setting, factor: str) -> Iterator[tuple[str, Overrides, int]]:
     for method in (m for m in self.methods if m in FACTOR_METHODS):

@@ -1,8 +1,10 @@
 """Runs the stages of an experiment, or tells what they would cost."""
 
 import json
+import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from nanosam.paper import protocol
 from nanosam.paper.protocol import Lab
@@ -29,28 +31,23 @@ def train(lab: Lab, stage: str, backend: str, parallel: int, argv: list[str]) ->
     if missing := backends.missing(lab.jobs(earlier), ENDED):
       say(f"warning: stage {earlier} is incomplete ({len(missing)} runs): {stage} builds on it")
   jobs = lab.jobs(stage)
-  _record(lab, stage, jobs, argv)
+  entry = {"command": argv, "experiment": lab.name, "stage": stage}
+  record(lab.out, protocol.__doc__ or "", entry, jobs)
   say(f"{lab.name}, {lab.scale}, stage {stage}: {len(jobs)} runs")
   ended = backends.execute(jobs, backend, parallel, argv, ENDED)
   lab.forget()
   return ended
 
 
-def _record(lab: Lab, stage: str, jobs: Sequence[Job], argv: list[str]) -> None:
+def record(out: pathlib.Path, protocol: str, entry: Mapping[str, Any], jobs: Sequence[Job]) -> None:
   """What is about to be run, on record before any result is known."""
-  lab.out.mkdir(parents=True, exist_ok=True)
-  text = lab.out / "protocol.md"
+  out.mkdir(parents=True, exist_ok=True)
+  text = out / "protocol.md"
   if not text.exists():
-    text.write_text(protocol.__doc__ or "")
-  entry = {
-    "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    "command": argv,
-    "experiment": lab.name,
-    "stage": stage,
-    "runs": [job.id for job in jobs],
-  }
-  with open(lab.out / "protocol.jsonl", "a") as f:
-    f.write(json.dumps(entry) + "\n")
+    text.write_text(protocol)
+  when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+  with open(out / "protocol.jsonl", "a") as f:
+    f.write(json.dumps({"when": when, **entry, "runs": [job.id for job in jobs]}) + "\n")
 
 
 def costs(lab: Lab, stages: Sequence[str], device: str | None, utilization: float) -> Iterator[str]:

@@ -55,6 +55,7 @@ class Difference:
 
   mean: float
   pairs: int
+  deviation: float  # over pairs
   intervals: dict[str, paired.Interval]
 
 
@@ -221,7 +222,8 @@ def difference(
     found["units"] = paired.over_units(x_SxU, confidence)
     found["both"] = paired.over_both(x_SxU, confidence)
   intervals = {name: interval for name, interval in found.items() if interval}
-  return Difference(float(delta_S.mean()), len(common), intervals)
+  deviation = float(delta_S.std(ddof=1)) if len(common) > 1 else math.nan
+  return Difference(float(delta_S.mean()), len(common), deviation, intervals)
 
 
 def _to_target(cell: Cell, axis: str, target: float) -> float | None:

@@ -83,3 +83,10 @@ def units(difference_SxR: np.ndarray, weight_R: np.ndarray, documents: int | Non
   weight_U = np.add.reduceat(weight_R, starts)
   delta_Sx1 = nll_SxU.sum(1, keepdims=True) / weight_U.sum()
   return delta_Sx1 + (nll_SxU - delta_Sx1 * weight_U[None]) / weight_U.mean()
+
+
+def detectable(deviation: float, pairs: int, power: float = 0.8, level: float = 0.05) -> float:
+  """The smallest true difference that a two-sided paired t-test finds with this power; `deviation`
+  is that of the paired differences."""
+  t = special.stdtrit(pairs - 1, 1 - level / 2) + special.stdtrit(pairs - 1, power)
+  return float(t) * deviation / math.sqrt(pairs)
