@@ -54,7 +54,7 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   c.mesh.fsdp = -1  # devices that share one copy
 
   c.diagnostics = ml_collections.ConfigDict()
-  c.diagnostics.every = 0  # steps between measurements of tau (nanosam/curvature/); 0 = off
+  c.diagnostics.every = 0  # steps between measurements of tau and critical sharpness; 0 = off
   c.diagnostics.batch_size = c.get_ref("batch_size") * 1  # sequences from the validation split
 
   # A run on several machines. TPU pods, Slurm and launch/local.py set these.

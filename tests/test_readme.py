@@ -56,7 +56,10 @@ RULES = (
   Rule("bash launch/tpu_pod.sh", elsewhere="launch/test_launch.py"),
   Rule("sbatch", elsewhere="launch/test_launch.py"),
   Rule("python launch/local.py", add=f"{TINY} {SHORT}"),
-  Rule("python -m nanosam.sharpness", add="--batches=1 --batch_size=8 --sem=0.3 --residual=0.2"),
+  Rule(
+    "python -m nanosam.sharpness",
+    add="--batches=1 --batch_size=8 --sem=0.3 --residual=0.2 --density_steps=4 --draws=2",
+  ),
   Rule("python -m nanosam.export"),
   Rule("python -m nanosam.prune", add="--sparsity=0,0.5"),
 )

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from nanosam.curvature import critical
 from nanosam.curvature.products import PREFIXES, Surface, exact_model
 from nanosam.data.batch import Batch
 from nanosam.data.sources import Source
+from nanosam.model.transformer import Params
 from nanosam.optim import base
 from nanosam.run.step import TrainState, TrainStep
 from nanosam.system.errors import UsageError
@@ -24,7 +26,11 @@ def validation_rows(source: Source, c: Any, rows: int, fewer: str) -> Batch:
 
 
 class Diagnostics:
-  """Measures tau for a state; the training stream and the train step know nothing of it."""
+  """Measures tau and the critical sharpness of a state.
+
+  The training stream and the train step know nothing of it, and what it finds depends on the state
+  alone.
+  """
 
   def __init__(self, train_step: TrainStep, source: Source):
     c = train_step.config
@@ -34,11 +40,27 @@ class Diagnostics:
     )
     self._opt = c.opt
     self._surface = Surface(model, [batch], train_step.mesh, c.grad_accumulation_steps)
+    self._update = critical.update_direction(c.opt, train_step.abstract_params)
 
   def __call__(self, state: TrainState) -> dict[str, float]:
-    (found,) = self._surface.taus(state.params, base.moments(state.opt_state), self._opt)
-    return {
+    surface, params = self._surface, state.params
+    _, g = surface.gradient(params)
+    directions = surface.directions(g, params, base.moments(state.opt_state), self._opt)
+    taus = {
       f"{PREFIXES[along]}/{path}": float(tau)
-      for along, taus in found.items()
+      for along, taus in surface.taus_along(params, directions).items()
       for path, tau in taus._asdict().items()
     }
+    del directions
+    return {**taus, **self._critical(state, g)}
+
+  def _critical(self, state: TrainState, g: Params) -> dict[str, float]:
+    """Along the gradient, and along what the base optimizer makes of it; what there is of them."""
+    surface, params = self._surface, state.params
+    with surface.exactly():
+      update = self._update(g, state.opt_state, params)
+    found = {
+      "sharpness/critical": critical.sharpness(surface, params, g, g),
+      "sharpness/critical_update": critical.sharpness(surface, params, g, update),
+    }
+    return {name: value for name, value in found.items() if value is not None}

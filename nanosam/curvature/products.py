@@ -162,6 +162,15 @@ def add(total: Params, x: Params, factor: jax.Array | float) -> Params:
   return jax.tree.map(lambda t, x: t + factor * x, total, x)
 
 
+@jax.jit
+def _inner(a: Params, b: Params) -> jax.Array:
+  return optax.tree.vdot(a, b)
+
+
+def inner(a: Params, b: Params) -> float:
+  return float(_inner(a, b))
+
+
 class Surface:
   """The loss on a few batches as a function of the parameters.
 
@@ -173,7 +182,7 @@ class Surface:
   ):
     tokens = np.array([batch.weights_BxL.sum(dtype=float) for batch in batches])
     self.shares = (tokens / tokens.sum()).tolist()
-    self.batches = [_place(batch, mesh, microbatches) for batch in batches]
+    self.batches = [place(batch, mesh, microbatches) for batch in batches]
     self._mesh = mesh
 
     def passes(params: Params, batch: Batch) -> Passes:
@@ -184,9 +193,19 @@ class Surface:
       loss, g, _ = passes(params, batch).first()
       return share * loss, add(total, g, share)
 
+    def loss(params, batch, d, distance):
+      at = passes(jax.tree.map(lambda p, d: p + distance * d, params, d), batch)
+
+      def one(micro: Batch) -> tuple[jax.Array, None]:
+        nll_BxL = model.token_losses(at.params, micro)
+        return jnp.sum(nll_BxL * micro.weights_BxL) / at.total_weight(), None
+
+      return accumulate(one, at.micros(), microbatches)[0]
+
     def multiply(path, params, batch, share, v, total):
       return add(total, product(passes(params, batch), path, v), share)
 
+    self._loss = jax.jit(loss)
     self._gradient = jax.jit(gradient, donate_argnums=3)
     self._product = jax.jit(multiply, static_argnums=0, donate_argnums=5)
     self._signs = jax.jit(rademacher)
@@ -197,6 +216,12 @@ class Surface:
   def exactly(self) -> Iterator[None]:
     with jax.set_mesh(self._mesh), jax.default_matmul_precision("highest"):
       yield
+
+  def loss(self, params: Params, d: Params, distance: float) -> float:
+    """At params + distance * d, by a forward pass."""
+    with self.exactly():
+      losses = [float(self._loss(params, batch, d, distance)) for batch in self.batches]
+    return float(np.dot(self.shares, losses))
 
   def gradient(self, params: Params) -> tuple[float, Params]:
     """The loss and its gradient."""
@@ -238,17 +263,24 @@ class Surface:
       return {k: unit_direction(along, g, params, moments, opt) for k, along in kinds.items()}
 
   def taus(self, params: Params, moments: Moments, opt: Any) -> list[dict[str, Taus]]:
-    """For each batch, by direction."""
+    """For each batch, along its own gradient, by direction."""
     found = []
-    with self.exactly():
-      for batch in self.batches:
+    for number, batch in enumerate(self.batches):
+      with self.exactly():
         g = self._gradient(params, batch, 1.0, zeros_like(params))[1]
-        vectors = self.directions(g, params, moments, opt)
-        found.append({k: self._taus(params, batch, d) for k, d in vectors.items()})
-    return jax.device_get(found)
+      found.append(self.taus_along(params, self.directions(g, params, moments, opt), number))
+    return found
+
+  def taus_along(
+    self, params: Params, directions: dict[str, Params], number: int = 0
+  ) -> dict[str, Taus]:
+    """On the batch of this number."""
+    batch = self.batches[number]
+    with self.exactly():
+      return {k: jax.device_get(self._taus(params, batch, d)) for k, d in directions.items()}
 
 
-def _place(batch: Batch, mesh: Mesh, microbatches: int) -> Batch:
+def place(batch: Batch, mesh: Mesh, microbatches: int) -> Batch:
   """On the devices; rows that weigh nothing make it divide evenly."""
   rows = len(batch.targets_BxL)
   padding = -rows % (sharding.shards(mesh) * microbatches)

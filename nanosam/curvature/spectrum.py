@@ -58,13 +58,13 @@ class Lanczos:
     self._beside.append(float(length))
 
   def eigenvalue(self, end: int) -> Eigenvalue:
-    values, vectors = self._ritz()
+    values, vectors = self.ritz()
     rounding = jnp.finfo(jax.tree.leaves(self._vector)[0].dtype).eps * np.abs(values).max()
     residual = max(abs(self._beside[-1] * vectors[-1, end]), rounding)
     return Eigenvalue(float(values[end]), float(residual))
 
   def eigenvector(self, end: int) -> Vector:
-    coefficients = self._ritz()[1][:, end]
+    coefficients = self.ritz()[1][:, end]
     total = jax.tree.map(jnp.zeros_like, self._vector)
     for c, v in zip(coefficients, self._vectors(), strict=True):
       total = _add(total, v, float(c))
@@ -72,9 +72,10 @@ class Lanczos:
 
   def exhausted(self) -> bool:
     """Whether the next vector is nothing but rounding: all there is to find has been found."""
-    return self._beside[-1] <= 1e-6 * np.abs(self._ritz()[0]).max()
+    return self._beside[-1] <= 1e-6 * np.abs(self.ritz()[0]).max()
 
-  def _ritz(self) -> tuple[np.ndarray, np.ndarray]:
+  def ritz(self) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues and eigenvectors of the tridiagonal matrix, from the smallest on."""
     beside = self._beside[:-1]
     return np.linalg.eigh(np.diag(self._diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
 

@@ -18,7 +18,7 @@ import numpy as np
 from nanosam.data.batch import Batch, EvalSet, StreamOptions
 from nanosam.data.packing import HostBatches
 from nanosam.data.stream import StoreStream
-from nanosam.system.errors import UsageError, UserError, first_line, need, say
+from nanosam.system.errors import UsageError, UserError, first_line, need
 from nanosam.system.files import build_folder
 from nanosam.system.remote import is_remote
 
@@ -166,12 +166,9 @@ def _packed(cache_dir: Path, kind: str, content: str, names: Sequence[str], spli
     raise UserError(f"only {len(names)} class of images ({', '.join(names)}): two are needed")
   chosen = _with_validation(splits)
   key = hashlib.sha256(json.dumps([FORMAT, content, list(names)]).encode()).hexdigest()[:12]
-  final = cache_dir.expanduser() / f"{kind}-{key}"
-  if not (final / MANIFEST).exists():
-    total = sum(map(len, chosen.values()))
-    say(f"packing {total} images (once) ...")
-    build_folder(final, MANIFEST, lambda to: _pack(to, names, chosen), f"{total} images")
-  return final
+  final, total = cache_dir.expanduser() / f"{kind}-{key}", sum(map(len, chosen.values()))
+  write = functools.partial(_pack, names=names, splits=chosen)
+  return build_folder(final, MANIFEST, write, "packing", f"{total} images")
 
 
 def _with_validation(splits: Splits) -> dict[str, list[Example]]:
@@ -274,6 +271,9 @@ class ImageSource:
 
   def train_stream(self, options: StreamOptions) -> StoreStream:
     return StoreStream(HostBatches(self._train, options), self.fingerprint)
+
+  def independent_rows(self, L: int) -> int:
+    return len(self._train)
 
   def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
     """The first `rows` images, or all."""

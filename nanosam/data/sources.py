@@ -37,6 +37,10 @@ class Source(Protocol):
 
   def train_stream(self, options: StreamOptions) -> Stream: ...
 
+  def independent_rows(self, L: int) -> int:
+    """Of the training split: images, or rows of text, but no more than there are documents."""
+    ...
+
   def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
     """A fixed set of images, or of whole documents, in at most `rows` rows."""
     ...
@@ -175,6 +179,9 @@ class StoreSource:
   def train_stream(self, options: StreamOptions) -> StoreStream:
     rows = TokenRows(self._train, self.tokenizer, options.L, options.mask_documents)
     return StoreStream(HostBatches(rows, options), self.fingerprint)
+
+  def independent_rows(self, L: int) -> int:
+    return min(num_rows(self.train_tokens, L), self.train_documents)
 
   def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
     table = self._validation.documents()

@@ -164,12 +164,17 @@ def averaged(opt_state: optax.OptState) -> Any:
   return next((s.average for s in opt_state if isinstance(s, AveragedWeights)), None)
 
 
-def make_base(opt, params: Any) -> optax.GradientTransformation:
-  """Clipping, the optimizer's own direction, decoupled decay, learning rate, average: in order."""
+def make_base(
+  opt, params: Any, rate: schedules.Schedule | None = None
+) -> optax.GradientTransformation:
+  """Clipping, the optimizer's own direction, decoupled decay, learning rate, average: in order.
+
+  `rate` replaces the learning rate of `opt`; the state stays the same.
+  """
   clip = [optax.clip_by_global_norm(opt.clip_by_global_norm)] if opt.clip_by_global_norm else []
   decay = (
     [optax.add_decayed_weights(opt.weight_decay, _decayed(opt, params))] if opt.weight_decay else []
   )
   average = [average_weights(average_weight(opt))] if opt.average != "none" else []
-  learning_rate = optax.scale_by_learning_rate(schedules.learning_rate(opt))
+  learning_rate = optax.scale_by_learning_rate(rate or schedules.learning_rate(opt))
   return optax.chain(*clip, BASES[opt.base](opt), *decay, learning_rate, *average)

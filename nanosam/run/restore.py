@@ -44,7 +44,11 @@ class Loaded(NamedTuple):
   params: Params
   mesh: Mesh  # over all devices of this machine, however many the run had
   step: int
-  moments: Moments = Moments()  # of the optimizer, if asked for
+  opt_state: Any = None  # of the optimizer, if asked for
+
+  @property
+  def moments(self) -> Moments:
+    return Moments() if self.opt_state is None else base.moments(self.opt_state)
 
 
 def open_run(folder: str | os.PathLike[str], step: str = "latest") -> Opened:
@@ -81,9 +85,9 @@ def load_run(
     wanted["opt_state"] = train_step.abstract_state.opt_state
   state = checkpoints.restore_parts(wanted, number)
   checkpoints.close()
-  moments = base.moments(state["opt_state"]) if with_moments else Moments()
+  opt_state = state["opt_state"] if with_moments else None
   params = state["params"] if weights == RAW else base.averaged(state["opt_state"])
-  return Loaded(c, source, train_step.model, params, mesh, number, moments)
+  return Loaded(c, source, train_step.model, params, mesh, number, opt_state)
 
 
 def stored_run(workdir: epath.Path) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:

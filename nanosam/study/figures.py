@@ -250,10 +250,11 @@ TAU_STYLES = {"logit": (RED, "s"), "func": (BLUE, "v"), "cross": (INK, "o")}
 def taus(target: Target, runs: Mapping[str, Curves]) -> None:
   """`runs[label][logit|func|cross]`: a panel per run, as in Figures 2 and 4.
 
-  The first values may be off the scale: at the start the two paths cancel, and they are huge.
+  A few values may be off the scale: where the two paths cancel, as at the start, they are huge.
   """
   later = [y for kinds in runs.values() for _, y_SxX in kinds.values() for y in y_SxX[:, 1:].flat]
-  low, high = min([-0.2, *later]), max([1.2, *later])
+  outer = np.percentile(later, (2, 98)) if later else ()
+  low, high = min([-0.2, *outer]), max([1.2, *outer])
   with figure(target, (1.2 + 3.7 * len(runs), 3.4), len(runs)) as axes:
     for ax, (label, curves) in zip(axes, runs.items(), strict=True):
       _draw(ax, curves, TAU_STYLES, "$\\tau_\\mathrm{{{}}}$")
@@ -277,6 +278,21 @@ def landscape(target: Target, found: Mapping[str, Any]) -> None:
     label = f"its parabola, $\\lambda$ = {value:.3g}"
     ax.plot(x, parabola, color=RED, linestyle="--", label=label)
     ax.set(xlabel="distance from the trained parameters", ylabel="loss (nats per token)")
+    ax.legend()
+
+
+def density(target: Target, found: Mapping[str, Any]) -> None:
+  """Of eigenvalues, on a logarithmic scale that ends below the height of a single one."""
+  one = 1 / (found["parameters"] * found["width"] * np.sqrt(2 * np.pi))
+  probes, steps = len(found["nodes"]), max(map(len, found["nodes"]))
+  with figure(target, (5.6, 3.8)) as (ax,):
+    ax.plot(
+      found["eigenvalue"], found["density"], color=INK, label=f"{probes} probes, {steps} steps"
+    )
+    ax.axhline(one, color=RED, linestyle="--", label="height of one eigenvalue")
+    ax.set_yscale("log")
+    ax.set_ylim(one / 30, 3 * max(found["density"]))
+    ax.set(xlabel="eigenvalue of H", ylabel="density")
     ax.legend()
 
 

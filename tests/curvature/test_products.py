@@ -15,7 +15,7 @@ from helpers.batches import random_batch
 from helpers.toy import V, hidden, loss_fn, make_method, scaled, setting, toy
 from helpers.training import ROOT
 
-from nanosam.curvature import products
+from nanosam.curvature import ball, critical, density, pac_bayes, products
 from nanosam.curvature.products import FUNCTIONAL, GAUSS_NEWTON, HESSIAN, Surface
 from nanosam.curvature.spectrum import LARGEST, SMALLEST, Lanczos, converge, hutchinson
 from nanosam.data.batch import Batch
@@ -307,7 +307,16 @@ def measure(surface, params, opt):
   taus = surface.taus(params, Moments(None, jax.tree.map(jnp.square, g), jnp.asarray(3)), opt)
   assert all(abs(sum(t) - 1) < 1e-5 for batch in taus for t in batch.values())
   probe = surface.probe(params, jax.random.key(1))  # a batch's signs depend on its number alone
-  return [loss, found.eigenvalue(LARGEST), taus, probe], [g, found.eigenvector(LARGEST)]
+  assert surface.loss(params, g, 0.0) == pytest.approx(loss, rel=1e-6)
+  others = {
+    "ball": ball.highest(surface.gradient, params, g, 0.1, 2),
+    "critical": critical.sharpness(surface, params, g, g, tolerance=1e-4),
+    "mean": density.moment(density.quadrature(found, 1), 1),
+  }
+  with surface.exactly():
+    noise = jax.jit(pac_bayes.gaussian)(jax.random.key(2), params)
+  vectors = [g, found.eigenvector(LARGEST), ball.moved(params, ball.unit(g), 0.1), noise]
+  return [loss, found.eigenvalue(LARGEST), taus, probe, others], vectors
 
 
 def test_one_device_and_eight_measure_the_same(model):
@@ -317,9 +326,31 @@ def test_one_device_and_eight_measure_the_same(model):
   numbers, vectors = found = measure(surface, params, model.opt)
   for x, expected in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
     np.testing.assert_allclose(x, expected, rtol=5e-4, atol=5e-6)
-  for x, p in zip(*map(jax.tree.leaves, (vectors, [params, params])), strict=True):
+  for x, p in zip(*map(jax.tree.leaves, (vectors, 4 * [params])), strict=True):
     assert x.sharding.is_equivalent_to(p.sharding, x.ndim)
-  assert len(jax.tree.leaves(numbers)) == 1 + 2 + 2 * 2 * 3 + 3
+  assert len(jax.tree.leaves(numbers)) == 1 + 2 + 2 * 2 * 3 + 3 + 3
+
+
+def test_at_the_critical_step_a_networks_loss_is_what_it_was(model):
+  """A little before it is lower, a little beyond it is higher."""
+  surface, params = model()
+  loss, g = surface.gradient(params)
+  eta = 2 / critical.sharpness(surface, params, g, g)
+  before, beyond = (surface.gradient(ball.moved(params, g, -f * eta))[0] for f in (0.97, 1.03))
+  assert before < loss < beyond
+  assert critical.sharpness(surface, params, g, jax.tree.map(jnp.negative, g)) is None
+
+
+def test_errors_under_noise_are_the_same_on_any_mesh(model):
+  one = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
+  found = []
+  for mesh in (one, sharding.make_mesh(2, 4)):
+    _, params = model(mesh)
+    errors = pac_bayes.NoisyErrors(model.model, mesh)
+    rows = lambda draw: model.batches[draw].rows(slice(6))  # noqa: E731
+    found.append(errors(params, rows, (0.0, 0.3), 2, jax.random.key(0)))
+  np.testing.assert_allclose(*found, atol=0.02)  # a tie may go either way
+  assert found[0].shape == (2, 2)
 
 
 @pytest.mark.full

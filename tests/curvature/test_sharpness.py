@@ -70,6 +70,56 @@ def test_small_steps_rise_by_slope_and_curvature(found):
 
 
 @pytest.mark.full
+def test_the_ball_and_the_critical_step(found):
+  _, found = found
+  for row in found["sam_sharpness"]:
+    assert row["gradient"] <= row["ball"] <= 3 * row["gradient"]
+  assert found["sam_sharpness"][1]["ball"] > found["sam_sharpness"][1]["gradient"]
+  assert 0 < found["critical_sharpness"] < 2 * found["lambda_max"]["value"]
+  assert found["critical_sharpness_update"] > 0
+
+
+@pytest.mark.full
+def test_the_density_and_the_bound(commands, whole, found, tmp_path):
+  """Chosen by --measures; they are added to what was measured before."""
+  earlier = tmp_path / sharpness.FILE
+  earlier.write_text(json.dumps({**found[1], "seconds": 0}))
+  words = ["--density_probes=3", "--density_steps=16", "--draws=4", "--sigma=0.001,0.1"]
+  words += [f"--workdir={whole}", *QUICK, f"--out={tmp_path}"]
+  outcome = commands("sharpness", *words, "--measures=density,pac_bayes", devices=8)
+  assert outcome.code == 0, outcome.err
+  assert "vacuous" in outcome.out and "assumes: training documents" in outcome.out
+  assert "lambda_max" not in outcome.out and not (tmp_path / "sharpness.png").exists()
+  written = json.loads(earlier.read_text())
+  assert written["lambda_max"] == found[1]["lambda_max"] and written["seconds"] > 0
+  curve, trace = written["density"], written["density"]["trace"]
+  assert np.shape(curve["nodes"]) == np.shape(curve["weights"]) == (3, 16)
+  assert np.sum(curve["weights"], axis=1) == pytest.approx(np.ones(3))
+  spread = 4 * (trace["sem"] + found[1]["trace_H"]["sem"])
+  assert abs(trace["value"] - found[1]["trace_H"]["value"]) < spread
+  top = found[1]["lambda_max"]["value"]
+  assert np.max(curve["nodes"]) == pytest.approx(top, rel=0.05)
+  drawn = read_figure(tmp_path / "density")
+  assert {"3 probes, 16 steps", "eigenvalue of H"} <= {*drawn.words}
+  bound = written["pac_bayes"]
+  assert bound["vacuous"] and bound["units"] >= 8 and 0 < bound["train_error"] <= 1
+  assert bound["bound"] == min(row["bound"] for row in bound["grid"]) and len(bound["grid"]) == 2
+  assert 0 < bound["distance"] < 100
+
+
+def test_only_the_same_model_on_the_same_rows_keeps_what_was_measured(tmp_path):
+  same = dict.fromkeys(("step", "weights", "method", "sequences", "tokens", "batches"), 1)
+  found, file = {**same, "loss": 2.0, "density": 3}, tmp_path / sharpness.FILE
+  assert sharpness.with_earlier(found, file) == found
+  file.write_text("{")
+  assert sharpness.with_earlier(found, file) == found
+  file.write_text(json.dumps({**same, "loss": 2.0, "trace_H": 4}))
+  assert sharpness.with_earlier(found, file) == {**found, "trace_H": 4}
+  file.write_text(json.dumps({**same, "loss": 2.5, "trace_H": 4}))
+  assert sharpness.with_earlier(found, file) == found
+
+
+@pytest.mark.full
 def test_more_vectors_than_fit_are_not_kept(whole, found, monkeypatch):
   """The replayed recurrence gives the same numbers."""
   monkeypatch.setattr(sharpness, "KEEP_BYTES", 0)
@@ -114,6 +164,10 @@ def test_errors(whole, tmp_path):
   assert "--batches=0" in error(there, "--batches=0")
   assert "between 0 and 1" in error(there, "--sem=0")
   assert "positive" in error(there, "--rho=0.1,-1")
+  assert "scales must be positive" in error(there, "--sigma=0")
+  assert "--ascent_steps=0 must be at least 1" in error(there, "--ascent_steps=0")
+  message = error(there, "--measures=taus,trace")
+  assert "there is no 'trace'; choose of taus, traces" in message
   assert "holds no run" in error(f"--workdir={tmp_path}")
   assert "say where to write the results, --out=DIR" in error("--workdir=gs://bucket/run")
   assert "choose latest, best or one of 12, 16" in error(there, "--step=13")
@@ -145,6 +199,7 @@ def test_diagnostics_leave_a_run_as_it_is(commands, whole, tmp_path):
     for prefix in ("tau", "tau_precond"):
       shares = [record[f"{prefix}/{path}"] for path in ("logit", "func", "cross")]
       assert sum(shares) == pytest.approx(1, abs=1e-5)
+    assert record["sharpness/critical"] > 0 and record["sharpness/critical_update"] > 0
   compute = {r["step"]: r["compute"] for r in read_metrics(whole / "metrics.jsonl")}
   for record in read_metrics(workdir / "metrics.jsonl"):
     assert record.get("compute", compute.get(record["step"])) == compute.get(record["step"])

@@ -24,7 +24,7 @@ def test_lanczos_with_all_vectors_kept_finds_the_whole_spectrum(x64):
   found = lanczos(A, keep=True)
   for _ in range(20):
     found.advance()
-  np.testing.assert_allclose(found._ritz()[0], np.linalg.eigvalsh(A), atol=1e-10)
+  np.testing.assert_allclose(found.ritz()[0], np.linalg.eigvalsh(A), atol=1e-10)
   assert found.exhausted()
   x = found.eigenvector(LARGEST)
   assert np.linalg.norm(A @ x - found.eigenvalue(LARGEST).value * x) < 1e-9
