@@ -31,6 +31,7 @@ from nanosam.paper.findings import write_report
 from nanosam.paper.protocol import FACTORS, Lab
 from nanosam.paper.simplicity import command as simplicity
 from nanosam.paper.simplicity.experiment import Settings
+from nanosam.run.flops import DEVICES
 from nanosam.study.backends import add_backend_arguments, say, state
 from nanosam.system import errors
 from nanosam.system.command_line import Parser, numbers
@@ -113,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
   p.add_argument("--rms", type=numbers, default=Lab.rms, help="of eps per coordinate")
   p.add_argument("--targets", type=int, default=0, help="tokens or images to measure taus on")
   p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
-  p.add_argument("--device", choices=stages.DEVICES, help="for device-hours")
+  p.add_argument("--device", choices=DEVICES, help="for device-hours")
   p.add_argument("--utilization", type=float, default=0.4, help="of the device's peak")
   add_backend_arguments(p)
   return p

@@ -43,6 +43,7 @@ def write_report(lab: Lab, argv: list[str]) -> None:
       label: {what: measures.collect(r.groups, what) for what in lab.measures}
       for label, r in reports.items()
     },
+    "taus": tau_means(reports) if "tau" in lab.stages else {},
     "paper": published.TABLES.get(lab.name) or published.FIGURES.get(lab.name),
     "paper_sharpness": published.SHARPNESS.get(lab.name),
     "notes": lab.found[1],
@@ -127,6 +128,10 @@ def experiment_blocks(results: Mapping[str, Any], prefix: str = "") -> list[Bloc
     measured = measured_blocks(results, label, stands_for.get(label, ""), name)
     more = [Folded(n, comparison_blocks(n, r)) for n, r in results["more"].get(label, {}).items()]
     found.append(Section(label, [*compared, *measured, *more, tried_block(report)]))
+  if taus := results.get("taus"):
+    found.append(
+      Grid("Taus along the gradient, second half of training (by seed)", tau_table(taus))
+    )
   if losses and not any(stands_for.values()):
     found.append(Grid("The paper's losses", published_table(losses)))
   return found
@@ -171,13 +176,33 @@ def draw(lab: Lab, setting: Setting, report: Report, folder: pathlib.Path) -> No
       figure.draw(folder / f"{name}{suffix}")
 
 
+def read_taus(reports: Mapping[str, Report], prefix: str) -> dict[str, Curves]:
+  return {
+    label: figures.read_taus([r.path for r in report.groups[0].best.runs.values()], prefix)
+    for label, report in reports.items()
+  }
+
+
+def tau_means(reports: Mapping[str, Report]) -> dict[str, dict[str, list[float]]]:
+  """By setting and kind, for each seed: the mean over the second half of training."""
+  return {
+    label: {kind: y_SxX[:, x > x[-1] / 2].mean(1).tolist() for kind, (x, y_SxX) in curves.items()}
+    for label, curves in read_taus(reports, "tau").items()
+  }
+
+
+def tau_table(means: Mapping[str, Mapping[str, list[float]]]) -> Table:
+  kinds = list(figures.TAU_STYLES)
+  rows = [
+    [label, *(f"{np.mean(by[k]):.2f} ({', '.join(f'{v:.2f}' for v in by[k])})" for k in kinds)]
+    for label, by in means.items()
+  ]
+  return Table(["setting", *(f"tau_{kind}" for kind in kinds)], rows)
+
+
 def draw_taus(reports: Mapping[str, Report], folder: pathlib.Path) -> None:
   for prefix, name in (("tau", "taus"), ("tau_precond", "taus_precond")):
-    panels = {
-      label: figures.read_taus([r.path for r in report.groups[0].best.runs.values()], prefix)
-      for label, report in reports.items()
-    }
-    figures.taus(folder / name, panels)
+    figures.taus(folder / name, read_taus(reports, prefix))
 
 
 # ---- blocks that experiments share with sets of runs ---------------------------------------------

@@ -8,20 +8,11 @@ from typing import Any
 
 from nanosam.paper import protocol
 from nanosam.paper.protocol import Lab
-from nanosam.run import flops
+from nanosam.run.flops import DEVICES
 from nanosam.study import backends, runs
 from nanosam.study.backends import say
 from nanosam.study.sweeps import Job
 
-DEVICES = {
-  "v4": "TPU v4",
-  "v5e": "TPU v5 lite",
-  "v5p": "TPU v5",
-  "v6e": "TPU v6 lite",
-  "a100": "NVIDIA A100",
-  "h100": "NVIDIA H100",
-  "h200": "NVIDIA H200",
-}
 ENDED = (runs.FINISHED, runs.DIVERGED)  # a run that diverges is a result
 
 
@@ -52,7 +43,7 @@ def record(out: pathlib.Path, protocol: str, entry: Mapping[str, Any], jobs: Seq
 
 def costs(lab: Lab, stages: Sequence[str], device: str | None, utilization: float) -> Iterator[str]:
   """Every run with its tokens and FLOPs, and for a device its hours; lines to print."""
-  peak = flops.PEAK_FLOPS[DEVICES[device]] * utilization if device else None
+  peak = DEVICES[device].peak * utilization if device else None
   yield f"{'run':<60}  {'tokens':>9}  {'FLOPs':>9}" + (f"  {device}-hours" if device else "")
 
   def line(name: str, tokens: float, cost: float) -> str:
@@ -71,6 +62,6 @@ def costs(lab: Lab, stages: Sequence[str], device: str | None, utilization: floa
   tokens, cost = (sum(x) for x in zip(*sums.values(), strict=True))
   yield line(f"{len(sums)} different runs", tokens, cost)
   if device:
-    yield f"hours of one {DEVICES[device]} at {utilization:.0%} of its peak"
+    yield f"hours of one {DEVICES[device].kind} at {utilization:.0%} of its peak"
   yield "FLOPs are those executed, recomputation (model.remat) included"
   yield "settings that a stage has yet to tune are placeholders, which cost the same"

@@ -79,10 +79,12 @@ def test_figures_of_taus_and_of_pruning(tmp_path):
     path = write_run(it.folder, "adamw", 1, keys=overrides, spec=spec)
     with open(path / "metrics.jsonl", "a") as f:
       for step in (0, steps // 2, steps):
-        taus = {"logit": 0.9, "func": 0.2, "cross": -0.1}
+        taus = {"logit": 0.9 if step < steps else 0.7, "func": 0.2, "cross": -0.1}
         record = {f"{p}/{k}": v for p in ("tau", "tau_precond") for k, v in taus.items()}
         f.write(json.dumps({"step": step, **record}) + "\n")
   findings.write_report(it, ["reproduce.py"])
+  table = (tmp_path / "fig2" / "table.md").read_text()
+  assert f"| {it.settings[0].label} | 0.70 (0.70, 0.70, 0.70) | 0.20 (0.20, 0.20, 0.20) |" in table
   for name in ("taus", "taus_precond"):
     drawn = read_figure(tmp_path / "fig2" / name)
     assert {"step", "τlogit", "τfunc", "τcross"} <= {*drawn.words}

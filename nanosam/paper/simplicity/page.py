@@ -142,23 +142,22 @@ def signed(found: Numbers, digits: int) -> str:
 # ---- Tables --------------------------------------------------------------------------------------
 
 
+ENTROPIES = ["arm", "mean entropy", "minus GD, 95 % interval", "pairs", "unfinished", "stuck"]
+
+
+def entropies(row: Numbers) -> list[str]:
+  counts = row["difference"]["pairs"], row["unfinished"], row["stuck"]
+  beside = "" if row["arm"] == BASELINE else signed(row["difference"], 3)
+  return [row["arm"], number(row["entropy"], ".3f"), beside, *map(str, counts)]
+
+
 def learned_table(results: Mapping[str, Any]) -> Block:
-  head = ["arm", "mean entropy", "minus GD, 95 % interval", "pairs", "unfinished", "stuck"]
-  table = Table([*head, "median step at which the 1st, 2nd, 3rd, 4th feature is learned"], [])
-  for row in results["arms"]:
-    times = ", ".join(number(t, ".0f", "never") for t in row["median_times"])
-    table.rows.append(
-      [
-        row["arm"],
-        number(row["entropy"], ".3f"),
-        "" if row["arm"] == BASELINE else signed(row["difference"], 3),
-        str(row["difference"]["pairs"]),
-        str(row["unfinished"]),
-        str(row["stuck"]),
-        times,
-      ]
-    )
-  return Grid(f"Of {results['settings']['seeds']} runs each", table)
+  times = "median step at which the 1st, 2nd, 3rd, 4th feature is learned"
+  rows = [
+    [*entropies(row), ", ".join(number(t, ".0f", "never") for t in row["median_times"])]
+    for row in results["arms"]
+  ]
+  return Grid(f"Of {results['settings']['seeds']} runs each", Table([*ENTROPIES, times], rows))
 
 
 def learned_notes(results: Mapping[str, Any]) -> list[Block]:
@@ -216,21 +215,11 @@ def budget_table(results: Mapping[str, Any], key: str) -> Table:
 
 
 def other_blocks(results: Mapping[str, Any]) -> list[Block]:
-  head = ["arm", "mean entropy", "minus GD, 95 % interval", "pairs", "unfinished", "stuck"]
   blocks: list[Block] = []
   for other in results["other"]:
-    rows = [
-      [
-        r["arm"],
-        number(r["entropy"], ".3f"),
-        "" if r["arm"] == BASELINE else signed(r["difference"], 3),
-        *(str(n) for n in (r["difference"]["pairs"], r["unfinished"], r["stuck"])),
-      ]
-      for r in other["arms"]
-    ]
     main, its = results["settings"], other["settings"]
     changed = ", ".join(f"{name} {its[name]:g}" for name in its if its[name] != main[name])
-    blocks.append(Grid(f"With {changed}", Table(head, rows)))
+    blocks.append(Grid(f"With {changed}", Table(ENTROPIES, [*map(entropies, other["arms"])])))
   fractions = list(results["arms"][0]["by_fraction"])
   rows = [
     [r["arm"], *(signed(r["by_fraction"][f], 3) for f in fractions)]
