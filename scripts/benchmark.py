@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ from nanosam.data import embedded
 from nanosam.data.batch import Batch, StreamOptions
 from nanosam.data.preparation import formats
 from nanosam.data.preparation.inputs import expand
+from nanosam.data.preparation.worker import Problems
 from nanosam.data.sources import open_source
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.model import sharding
@@ -118,7 +119,7 @@ def table(rows: Rows) -> str:
 
 
 def interleaved(
-  programs: dict[str, Callable[[], float]], rounds: int, warm_up: bool = True
+  programs: Mapping[str, Callable[[], float]], rounds: int, warm_up: bool = True
 ) -> tuple[dict[str, list[float]], Callable[[str, str], float]]:
   """Times of each program, and the median over rounds of the ratio of two."""
   times: dict[str, list[float]] = {name: [] for name in programs}
@@ -136,16 +137,16 @@ def interleaved(
 
 
 class Program:
-  """A compiled function with arguments of its own, and what it takes."""
+  """A compiled function with arguments of its own, and what it takes; a call returns seconds."""
 
-  def __init__(self, traced: Any, *arguments: Any, is_step: bool = False):
+  def __init__(self, traced: Any, *arguments: Any, is_step: bool = True):
     self._compiled, self._arguments, self._is_step = traced.lower().compile(), arguments, is_step
     self.flops = flops.count(traced.jaxpr)
     memory = self._compiled.memory_analysis()
     self.temp_bytes = memory.temp_size_in_bytes
     self.peak_bytes = peak_bytes(memory, jax.default_backend())
 
-  def seconds(self) -> float:
+  def __call__(self) -> float:
     start = time.perf_counter()
     found = jax.block_until_ready(self._compiled(*self._arguments))
     if self._is_step:  # which takes its state and returns the next
@@ -160,7 +161,7 @@ def measure_steps(args: argparse.Namespace) -> Rows:
   """One step of each method in turn, round after round; ratios are medians over rounds."""
   names = [DENSE, "adamw", UNGUARDED, *(m for m in args.methods.split(",") if m != "adamw")]
   programs = {name: make_program(name, args) for name in names}
-  times, ratio = interleaved({name: programs[name].seconds for name in names}, args.rounds)
+  times, ratio = interleaved(programs, args.rounds)
 
   def row(name: str) -> dict[str, Any]:
     program, adamw, dense = programs[name], programs["adamw"], programs[DENSE]
@@ -182,8 +183,21 @@ def measure_steps(args: argparse.Namespace) -> Rows:
 
 def make_program(name: str, args: argparse.Namespace) -> Program:
   step = make_step(name, args)
-  traced, state = dense_step(step) if name == DENSE else (step.trace(), step.init(0))
-  return Program(traced, state, random_batch(step, args), is_step=True)
+  batch = random_batch(step, args)
+  return dense(step, batch) if name == DENSE else Program(step.trace(), step.init(0), batch)
+
+
+def plain_step(grad: Callable[..., Any], tx: Any, params: Any, batch: Any) -> Program:
+  """A step as one would write it by hand; `grad` is like what nanosam.value_and_grad returns."""
+
+  def step(state, batch):
+    params, opt_state = state
+    (value, metrics), g = grad(params, batch, opt_state)
+    updates, opt_state = tx.update(g, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), (value, metrics)
+
+  state = jax.tree.map(jnp.copy, (params, tx.init(params)))
+  return Program(jax.jit(step, donate_argnums=0).trace(state, batch), state, batch)
 
 
 def make_step(name: str, args: argparse.Namespace) -> TrainStep:
@@ -191,10 +205,8 @@ def make_step(name: str, args: argparse.Namespace) -> TrainStep:
   c = config_lib.default(size=args.size, method=method)
   c.workdir = "unused"
   c.batch_size = args.batch_size
-  c.model.L = args.length
-  c.model.dtype = args.dtype
-  c.head.chunk = args.chunk
-  c.head.residual = args.residual
+  c.model.update(L=args.length, dtype=args.dtype)
+  c.head.update(chunk=args.chunk, residual=args.residual)
   validate(c)
   mesh = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
   return (UnguardedStep if name == UNGUARDED else TrainStep)(c, args.vocab_size, mesh)
@@ -222,27 +234,20 @@ class UnguardedStep(TrainStep):
     return TrainState(state.step + 1, params, opt_state, state.guard), estimated.metrics | norms
 
 
-def dense_step(train_step: TrainStep) -> tuple[Any, Any]:
-  """What one would write with flax and optax alone: the traced step and its state."""
+def dense(train_step: TrainStep, batch: Batch) -> Program:
+  """What one would write with flax and optax alone."""
   o, params = train_step.config.opt, train_step.init(0).params
   model = Transformer(model_config(train_step.config, len(unembedding(params))))
   optimizer = optax.adamw(1e-3, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay)
 
-  def step(state, batch):
-    params, opt_state = state
+  def loss(params, batch):
+    h_BxLxD: Any = model.apply({"params": params}, batch.inputs)
+    logits_BxLxV = h_BxLxD.astype(jnp.float32) @ unembedding(params).T
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, batch.targets_BxL)
+    return jnp.mean(losses), {}
 
-    def loss_fn(params):
-      h_BxLxD: Any = model.apply({"params": params}, batch.inputs)
-      logits_BxLxV = h_BxLxD.astype(jnp.float32) @ unembedding(params).T
-      losses = optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, batch.targets_BxL)
-      return jnp.mean(losses)
-
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), {"train/loss": loss}
-
-  state = params, optimizer.init(params)
-  return jax.jit(step, donate_argnums=0).trace(state, train_step.abstract_batch()), state
+  grad = jax.value_and_grad(loss, has_aux=True)
+  return plain_step(lambda params, batch, _: grad(params, batch), optimizer, params, batch)
 
 
 # ---- curvature: against one gradient of the same batch -------------------------------------------
@@ -264,10 +269,10 @@ def measure_curvature(args: argparse.Namespace) -> Rows:
 
   def program(function: Callable[..., Any]) -> Program:
     traced = jax.jit(lambda p, b, v: function(Passes(model, p, b), v)).trace(params, batch, params)
-    return Program(traced, params, batch, params)
+    return Program(traced, params, batch, params, is_step=False)
 
   programs = {name: program(function) for name, function in CURVATURE.items()}
-  _, ratio = interleaved({name: p.seconds for name, p in programs.items()}, args.rounds)
+  _, ratio = interleaved(programs, args.rounds)
   base, vector_bytes = programs[GRADIENT], sum(x.nbytes for x in jax.tree.leaves(params))
   return [
     {
@@ -298,19 +303,10 @@ def measure_library(args: argparse.Namespace) -> Rows:
   programs = {}
   for name in ("adamw", "sam", "func_sam", "precond_func_sam"):
     ours = nanosam.value_and_grad(mlp, mean_loss, method=name, rho=RHO)
+    programs[name] = plain_step(ours, tx, params, batch)
     theirs = functools.partial(by_hand, name)
-    for grad, title in ((ours, name), (theirs, f"{name} by hand")):
-
-      def step(state, batch, grad=grad):
-        params, opt_state = state
-        (value, metrics), g = grad(params, batch, opt_state)
-        updates, opt_state = tx.update(g, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), (value, metrics)
-
-      state = jax.tree.map(jnp.copy, (params, tx.init(params)))
-      traced = jax.jit(step, donate_argnums=0).trace(state, batch)
-      programs[title] = Program(traced, state, batch, is_step=True)
-  _, ratio = interleaved({name: p.seconds for name, p in programs.items()}, args.rounds)
+    programs[f"{name} by hand"] = plain_step(theirs, tx, params, batch)
+  _, ratio = interleaved(programs, args.rounds)
   return [
     {
       "method": name,
@@ -405,13 +401,12 @@ class DataPath:
 
   def __init__(self, scratch: pathlib.Path, args: argparse.Namespace):
     self._scratch, self._args, self._files = scratch, args, expand(args.input)
+    usable = Problems(on_error="skip").without
     self._texts = [
-      item.text
+      document.text
       for path in self._files
-      for piece in formats.pieces(path, args.text_field)
-      if isinstance(piece, formats.Piece)
-      for item in formats.documents(piece, args.text_field)
-      if isinstance(item, formats.Document)
+      for piece in usable(formats.pieces(path, args.text_field))
+      for document in usable(formats.documents(piece, args.text_field))
     ]
     self._model = sentencepiece.SentencePieceProcessor(model_file=args.tokenizer)
     self.num_bytes = sum(len(t.encode()) for t in self._texts)

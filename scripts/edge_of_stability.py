@@ -21,6 +21,7 @@ import optax
 import nanosam
 from nanosam.curvature import spectrum
 from nanosam.optim import base
+from nanosam.study.tables import Table, markdown
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 
@@ -150,14 +151,9 @@ def run(case: Case, batch: Any, steps: int, measurements: int = 40) -> dict[str,
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-  lines = ["| case | sharpness | edge | ratio | its range | loss |", "|---|---|---|---|---|---|"]
-  for r in rows:
-    span = f"{r['from']:.2f} to {r['to']:.2f}"
-    numbers = (
-      f"{r['sharpness']:.4g} | {r['edge']:.4g} | {r['ratio']:.3f} | {span} | {r['loss']:.2g}"
-    )
-    lines.append(f"| {r['case']} | {numbers} |")
-  return "\n".join(lines)
+  form = "{case}|{sharpness:.4g}|{edge:.4g}|{ratio:.3f}|{from:.2f} to {to:.2f}|{loss:.2g}"
+  head = ["case", "sharpness", "edge", "ratio", "its range", "loss"]
+  return "\n".join(markdown(Table(head, [form.format(**row).split("|") for row in rows])))
 
 
 def main(argv: list[str]) -> None:

@@ -6,6 +6,7 @@ Python and package versions give the same documents on every machine.
 
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -20,7 +21,6 @@ from pathlib import Path, PurePosixPath
 from nanosam.data import docstrings
 from nanosam.data.store import MANIFEST, StoreWriter
 from nanosam.data.tokenizer import train_tokenizer
-from nanosam.system.errors import say
 from nanosam.system.files import build_folder
 
 FORMAT = 1  # raise it when the same packages give other documents or another store
@@ -49,13 +49,8 @@ def build_embedded(cache_dir: str | os.PathLike[str], vocab_size: int) -> Path:
   versions = _versions()
   key = hashlib.sha256(json.dumps([FORMAT, vocab_size, versions]).encode()).hexdigest()[:12]
   final = Path(cache_dir).expanduser() / f"embedded-{vocab_size}-{key}"
-  if (final / MANIFEST).exists():
-    return final
-  say("building the embedded corpus (once) ...")
-  build_folder(
-    final, MANIFEST, lambda folder: _write(folder, vocab_size), what="the embedded corpus"
-  )
-  return final
+  write = functools.partial(_write, vocab_size=vocab_size)
+  return build_folder(final, MANIFEST, write, "building", "the embedded corpus")
 
 
 def collect_documents() -> list[str]:

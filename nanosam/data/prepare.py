@@ -83,25 +83,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   what = "Turns files of text into a token store and a TFDS data set."
   p = Parser("python -m nanosam.data.prepare", what)
   many: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "GLOB"}
-  p.add_argument("--input", required=True, help="files of documents; gs:// too", **many)
-  p.add_argument("--output", required=True, metavar="DIR", help="local directory for the result")
+  add = p.add_argument
+  add("--input", required=True, help="files of documents; gs:// too", **many)
+  add("--output", required=True, metavar="DIR", help="local directory for the result")
   vocab = p.add_mutually_exclusive_group()
   vocab.add_argument("--vocab_size", type=int, default=32_000, help="pieces to train (%(default)s)")
   vocab.add_argument("--tokenizer", metavar="FILE", help="SentencePiece model to use instead")
-  p.add_argument("--model_type", choices=MODEL_TYPES, default="unigram", help="(%(default)s)")
-  p.add_argument(
-    "--sample_bytes", type=int, default=20_000_000, help="text to train on (%(default)s)"
-  )
-  p.add_argument("--text_field", default="text", help="field or column (%(default)s)")
-  p.add_argument("--validation", help="files for validation alone", **many)
-  p.add_argument(
-    "--validation_fraction", type=float, help="of the documents, without --validation (0.01)"
-  )
-  p.add_argument("--on_error", choices=("fail", "skip"), default="fail", help="(%(default)s)")
-  p.add_argument("--workers", type=int, default=_cores(), help="processes (all cores)")
-  p.add_argument(
-    "--shard_bytes", type=int, default=0, help="raw text in a shard; 0 = by the input's size"
-  )
+  add("--model_type", choices=MODEL_TYPES, default="unigram", help="(%(default)s)")
+  add("--sample_bytes", type=int, default=20_000_000, help="text to train on (%(default)s)")
+  add("--text_field", default="text", help="field or column (%(default)s)")
+  add("--validation", help="files for validation alone", **many)
+  add("--validation_fraction", type=float, help="of the documents, without --validation (0.01)")
+  add("--on_error", choices=("fail", "skip"), default="fail", help="(%(default)s)")
+  add("--workers", type=int, default=_cores(), help="processes (all cores)")
+  add("--shard_bytes", type=int, default=0, help="raw text in a shard; 0 = by the input's size")
   a = p.parse_args(argv)
   if a.validation_fraction is None:
     a.validation_fraction = 0.0 if a.validation else 0.01
@@ -243,7 +238,7 @@ def _process_chunks(
         progress.work(line, done, total - skipped)
 
   with contextlib.closing(progress), _workers(workers) as pool:
-    for chunk, stored_bytes in make_chunks(unfinished, plan, rules):
+    for chunk, stored_bytes in make_chunks(unfinished, plan, rules.text_field):
       if chunk is None:
         skipped += stored_bytes
         continue

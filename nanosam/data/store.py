@@ -12,7 +12,6 @@ Every document is stored as bos + ids + eos. The shards of a split form one stre
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,19 +51,15 @@ class StoreWriter:
   def __init__(self, directory: epath.PathLike, tokenizer: Tokenizer):
     self.directory = epath.Path(directory)
     self._tokenizer = tokenizer
-    self._dtype = token_dtype(tokenizer.vocab_size)
     if (self.directory / MANIFEST).exists():
       raise UserError(f"{directory} already holds a token store; delete it or choose another")
     self.directory.mkdir(parents=True, exist_ok=True)
-
-  def shard(self, split: str, number: int) -> "ShardWriter":
-    return ShardWriter(self.directory, f"{split}-{number:05d}", self._tokenizer)
 
   def write_shard(
     self, split: str, number: int, documents: Iterable[tuple[Sequence[int], int]]
   ) -> Shard:
     """Writes documents given as (ids without bos and eos, UTF-8 bytes)."""
-    shard = self.shard(split, number)
+    shard = ShardWriter(self.directory, f"{split}-{number:05d}", self._tokenizer)
     for ids, num_bytes in documents:
       shard.add(ids, num_bytes)
     return shard.commit()
@@ -73,7 +68,7 @@ class StoreWriter:
     write_atomically(self.directory / TOKENIZER, self._tokenizer.model_bytes)
     manifest = {
       "format": FORMAT,
-      "dtype": self._dtype.name,
+      "dtype": token_dtype(self._tokenizer.vocab_size).name,
       "vocab_size": self._tokenizer.vocab_size,
       "tokenizer_sha256": self._tokenizer.sha256,
       "splits": {s: [dataclasses.asdict(x) for x in shards] for s, shards in splits.items()},
@@ -139,7 +134,7 @@ class Split:
     for shard in self._shards:
       _check_size(self._file(shard, "tokens"), shard.tokens * dtype.itemsize)
       _check_size(self._file(shard, "documents"), shard.documents * 2 * _TABLE_DTYPE.itemsize)
-    self._maps = [_map(self._file(s, "tokens"), dtype) for s in self._shards]
+    self._maps = [np.memmap(self._file(s, "tokens"), dtype, "r") for s in self._shards]
 
   def __reduce__(self):  # without the maps
     return Split, (self._directory, self._shards, self._dtype)
@@ -157,7 +152,7 @@ class Split:
 
   def documents(self) -> np.ndarray:
     """[documents, 2]: tokens (with bos and eos) and bytes of each, in stream order."""
-    tables = [_map(self._file(s, "documents"), _TABLE_DTYPE) for s in self._shards]
+    tables = [np.memmap(self._file(s, "documents"), _TABLE_DTYPE, "r") for s in self._shards]
     return np.concatenate([*tables, np.empty(0, _TABLE_DTYPE)]).astype(np.int64).reshape(-1, 2)
 
   def verify(self) -> None:
@@ -182,10 +177,6 @@ def _check_size(path: epath.Path, size: int) -> None:
     raise UserError(f"{path} is missing or unreadable{_AGAIN}") from e
   if found != size:
     raise UserError(f"{path} has {found} bytes instead of {size}{_AGAIN}")
-
-
-def _map(path: epath.Path, dtype: np.dtype) -> np.ndarray:
-  return np.memmap(os.fspath(path), dtype, mode="r")
 
 
 class StoreReader:

@@ -21,7 +21,7 @@ import numpy as np
 from etils import epath
 
 from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, StreamOptions
-from nanosam.data.packing import documents_that_fit, pack_tokens, shuffled
+from nanosam.data.packing import documents_that_fit, num_rows, pack_tokens, shuffled
 from nanosam.data.store import TEXT, TOKENIZER
 from nanosam.data.stream import Stream
 from nanosam.data.tokenizer import Tokenizer
@@ -196,18 +196,13 @@ class TfdsSource:
     o, rows = options, options.rows
     if not len(rows) or rows.step != 1 or o.batch_size % len(rows) or rows.start % len(rows):
       raise ValueError(f"{rows} are not one host's equal share of a batch of {o.batch_size}")
-    groups = Groups(
-      texts=self._train,
-      tokenizer=self.tokenizer,
-      host=rows.start // len(rows),
-      hosts=o.batch_size // len(rows),
-      data_seed=o.data_seed,
-      repeat=o.repeat,
-      first=0,
-    )
+    groups = Groups(self._train, self.tokenizer, o)
     groups_per_batch = len(rows) * o.L / (_GROUP * self._tokens_per_document)
     prefetch = int(np.ceil(o.prefetch * groups_per_batch))
     return TfdsStream(groups, self.fingerprint, o._replace(prefetch=prefetch))
+
+  def independent_rows(self, L: int) -> int:
+    return min(num_rows(self.train_tokens, L), self.train_documents)
 
   def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
     tokens: list[np.ndarray] = []
@@ -234,21 +229,26 @@ class Groups:
 
   texts: Texts
   tokenizer: Tokenizer
-  host: int
-  hosts: int
-  data_seed: int
-  repeat: bool
-  first: int  # the group at index 0
+  options: StreamOptions
+  first: int = 0  # the group at index 0
+
+  @property
+  def host(self) -> int:
+    return self.options.rows.start // len(self.options.rows)
+
+  @property
+  def hosts(self) -> int:
+    return self.options.batch_size // len(self.options.rows)
 
   def __len__(self) -> int:
     documents = len(range(self.host, len(self.texts), self.hosts))
-    return (sys.maxsize if self.repeat else -(-documents // _GROUP)) - self.first
+    return (sys.maxsize if self.options.repeat else -(-documents // _GROUP)) - self.first
 
   def __getitem__(self, index: int) -> np.ndarray:
     first = (self.first + index) * _GROUP * self.hosts + self.host
     positions = range(first, first + _GROUP * self.hosts, self.hosts)
-    size = len(self.texts)
-    chosen = [shuffled(p, size, self.data_seed) for p in positions if self.repeat or p < size]
+    size, o = len(self.texts), self.options
+    chosen = [shuffled(p, size, o.data_seed) for p in positions if o.repeat or p < size]
     return np.concatenate(_framed(self.tokenizer, self.texts.read(chosen)))
 
 

@@ -103,11 +103,6 @@ def matrix(params: Params, batch: Moments | None = None) -> jax.Array:
   return jnp.einsum("h,hi,hj->ij", params["v"], params["k"], params["q"])
 
 
-def merged_matrix(params: Params, batch: Moments | None = None) -> jax.Array:
-  """A if keys and queries are merged into one matrix for each head."""
-  return jnp.einsum("h,hij->ij", params["v"], params["U"])
-
-
 def loss(A_DxD: jax.Array, batch: Moments) -> jax.Array:
   """The mean of (y - yhat)^2."""
   zz_A = jnp.einsum("ijkl,kl->ij", batch.zz_DxDxDxD, A_DxD)
@@ -117,24 +112,3 @@ def loss(A_DxD: jax.Array, batch: Moments) -> jax.Array:
 def squared_errors(A_DxD: jax.Array, sequences: Sequences) -> jax.Array:
   """Of each sequence."""
   return (sequences.y_P - jnp.einsum("pij,ij->p", sequences.z_PxDxD, A_DxD)) ** 2
-
-
-class Attention(NamedTuple):
-  """The weights of a layer, of any rank R."""
-
-  value_HxExE: jax.Array
-  key_HxRxE: jax.Array
-  query_HxRxE: jax.Array
-
-
-def prompt(x_NxD: jax.Array, y_N: jax.Array, xq_D: jax.Array) -> jax.Array:
-  """A sequence as the layer sees it: columns (x, y), the last one (x_q, 0)."""
-  tokens_MxD = jnp.concatenate([x_NxD, xq_D[None]])
-  return jnp.concatenate([tokens_MxD, jnp.append(y_N, 0)[:, None]], 1).T
-
-
-def attend(layer: Attention, X_ExM: jax.Array) -> jax.Array:
-  """X + sum_h W_V X X^T W_K^T W_Q X / N; the prediction is the last entry of the last column."""
-  values_HxExM = jnp.einsum("hef,fm->hem", layer.value_HxExE, X_ExM)
-  scores_HxMxM = jnp.einsum("hre,em,hrf,fn->hmn", layer.key_HxRxE, X_ExM, layer.query_HxRxE, X_ExM)
-  return X_ExM + jnp.einsum("hem,hmn->en", values_HxExM, scores_HxMxM) / (X_ExM.shape[1] - 1)

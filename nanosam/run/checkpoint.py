@@ -309,6 +309,7 @@ def digest(tree: Any) -> str:
 
 @jax.jit
 def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
+  """One program: on CPUs the collectives of many small ones, all under way, wait for each other."""
   return [_weighted_sum_of_bits(x) for x in arrays]
 
 

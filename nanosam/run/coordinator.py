@@ -133,25 +133,17 @@ class Coordinator:
   def _serve(self, process: int, connection: Connection) -> None:
     who = f"process {process} on {self._hosts[process]}"
     while message := connection.receive():
-      if "gather" in message:
-        self._collect(process, message["gather"])
-      elif "failed" in message:
-        return self._end(f"{who} failed: {message['failed']}", message["code"])
-      elif "left" in message:
-        return self._leave(process)
+      with self._lock:
+        if "gather" in message:
+          self._values[process].append(message["gather"])
+          if all(self._values[i] for i in range(self._processes)):
+            self._broadcast(gathered=[self._values[i].popleft() for i in range(self._processes)])
+        elif "failed" in message:
+          return self._end(f"{who} failed: {message['failed']}", message["code"])
+        elif "left" in message:
+          self._left.add(process)
+          return self._end("") if len(self._left) == self._processes else None
     self._end(f"{who} is gone; run the same command to resume", Interrupted.exit_code)
-
-  def _collect(self, process: int, value: Any) -> None:
-    with self._lock:
-      self._values[process].append(value)
-      if all(self._values[i] for i in range(self._processes)):
-        self._broadcast(gathered=[self._values[i].popleft() for i in range(self._processes)])
-
-  def _leave(self, process: int) -> None:
-    with self._lock:
-      self._left.add(process)
-      if len(self._left) == self._processes:
-        self._end("")
 
   def _end(self, text: str, code: int = UserError.exit_code) -> None:
     """Only the first reason counts: the others follow from it."""

@@ -7,25 +7,32 @@ count, the convention behind published utilisation figures.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.interpreters.partial_eval import dce_jaxpr
 
-# Peak dense bf16 FLOP/s per device, by `device_kind`, from the vendors' data sheets.
-PEAK_FLOPS = {
-  "TPU v4": 275e12,
-  "TPU v5 lite": 197e12,
-  "TPU v5": 459e12,
-  "TPU v6 lite": 918e12,
-  "NVIDIA A100": 312e12,
-  "NVIDIA H100": 989e12,
-  "NVIDIA H200": 989e12,
+
+class Device(NamedTuple):
+  kind: str  # what `device_kind` begins with
+  peak: float  # dense bf16 FLOP/s, from the vendor's data sheet
+  gib: float = 0.0  # of its memory, what the TPUs' compiler lets a program have
+  grid: str = ""  # of TPUs, one that can be rented
+
+
+DEVICES = {
+  "v4": Device("TPU v4", 275e12, 30.75, "2x2x1"),
+  "v5e": Device("TPU v5 lite", 197e12, 15.75, "2x4"),
+  "v5p": Device("TPU v5", 459e12, 95.74, "2x2x1"),
+  "v6e": Device("TPU v6 lite", 918e12, 31.25, "2x4"),
+  "a100": Device("NVIDIA A100", 312e12),
+  "h100": Device("NVIDIA H100", 989e12),
+  "h200": Device("NVIDIA H200", 989e12),
 }
 
 
 def peak_flops(device_kind: str) -> float | None:
-  names = [name for name in PEAK_FLOPS if device_kind.startswith(name)]
-  return PEAK_FLOPS[max(names, key=len)] if names else None
+  found = [device for device in DEVICES.values() if device_kind.startswith(device.kind)]
+  return max(found, key=lambda device: len(device.kind)).peak if found else None
 
 
 def count(jaxpr: Any, branch: Callable[[Iterable[int]], int] = max) -> int:

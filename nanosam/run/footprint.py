@@ -18,13 +18,6 @@ from nanosam.run.validate import check_devices
 from nanosam.system.errors import UsageError, UserError
 
 GIB = 2**30
-# Of a device's memory, the GiB that the compiler lets a program have; and a grid one can rent.
-CHIPS = {
-  "v4": (30.75, "2x2x1"),
-  "v5e": (15.75, "2x4"),
-  "v5p": (95.74, "2x2x1"),
-  "v6e": (31.25, "2x4"),
-}
 REMEDIES = "try model.remat=True, more grad_accumulation_steps, or more chips"
 # libtpu looks for the machine it runs on, and here there is none.
 LIBTPU_ENVIRONMENT = {
@@ -37,7 +30,7 @@ LIBTPU_ENVIRONMENT = {
 
 
 def known_topologies() -> str:
-  grids = ", ".join(f"{name}:{grid}" for name, (_, grid) in CHIPS.items())
+  grids = ", ".join(f"{name}:{chip.grid}" for name, chip in flops.DEVICES.items() if chip.grid)
   return f"a grid of chips such as {grids}, or cpu:8"
 
 
@@ -49,7 +42,8 @@ def devices_of(topology: str) -> tuple[list[Any], int]:
     flags = os.environ.get("XLA_FLAGS", "")  # of which the last counts
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={grid}".strip()
     return jax.devices(), psutil.virtual_memory().total // int(grid)
-  if name not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", grid):
+  chip = flops.DEVICES.get(name)
+  if not (chip and chip.grid and re.fullmatch(r"\d+(x\d+)*", grid)):
     raise UsageError(f"unknown topology '{topology}': write {known_topologies()}")
   os.environ.update(LIBTPU_ENVIRONMENT)
   settings: dict[str, Any] = {"chip_config_name": "megacore"} if name == "v4" else {}
@@ -64,7 +58,7 @@ def devices_of(topology: str) -> tuple[list[Any], int]:
       ) from e
     reason = " ".join(str(e).split()).removeprefix("INVALID_ARGUMENT: ")
     raise UsageError(f"topology '{topology}': {reason}; write {known_topologies()}") from e
-  return devices, int(CHIPS[name][0] * GIB)
+  return devices, int(chip.gib * GIB)
 
 
 def measure(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import ml_collections
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from nanosam import __version__
 from nanosam.data import tokenizer_json
@@ -141,7 +142,7 @@ def gpt2_config(c: ml_collections.ConfigDict, tokenizer: Tokenizer, step: int) -
 
 def gpt2_tensors(params: Params, N: int) -> list[Tensor]:
   """All of a model with these parameters, in an order that reads every parameter once."""
-  shapes = {name: leaf.shape for name, leaf in _flat(params).items()}
+  shapes = {name: leaf.shape for name, leaf in flatten_dict(params, sep="/").items()}
   stacked = sharding.STACKED in params
   tensors = [
     Tensor("transformer.wte.weight", shapes["embed"], ("embed",)),
@@ -177,13 +178,14 @@ def write_weights(run: Opened, path: pathlib.Path) -> None:
 
 def _read(run: Opened, abstract: Params, tensors: list[Tensor]) -> Iterator[np.ndarray]:
   """The tensors' values. In memory: the parameters that one is made of, and one layer of them."""
-  leaf_of = _flat(abstract)
+  leaf_of = flatten_dict(abstract, sep="/")
   for leaves, group in itertools.groupby(tensors, key=lambda t: t.leaves):
     found = []
     if leaves:
-      wanted = {"params": _nested({name: leaf_of[name] for name in leaves})}
-      arrays = _flat(run.checkpoints.restore_parts(wanted, run.step, on_host=True)["params"])
-      found = [arrays.pop(name) for name in leaves]
+      wanted = {"params": unflatten_dict({name: leaf_of[name] for name in leaves}, sep="/")}
+      arrays = run.checkpoints.restore_parts(wanted, run.step, on_host=True)
+      flat = flatten_dict(arrays.pop("params"), sep="/")
+      found = [flat.pop(name) for name in leaves]
     for tensor in group:
       yield _value(tensor, found)
     del found  # before the next ones are read
@@ -195,22 +197,6 @@ def _value(tensor: Tensor, parameters: list[np.ndarray]) -> np.ndarray:
     return np.zeros(tensor.shape, np.float32)
   of_layer = [x if tensor.layer is None else x[tensor.layer] for x in parameters]
   return of_layer[0] if len(of_layer) == 1 else np.concatenate(of_layer, axis=-1)
-
-
-def _flat(params: Params) -> dict[str, Any]:
-  leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-  return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
-
-
-def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-  tree: dict[str, Any] = {}
-  for name, leaf in flat.items():
-    *folders, last = name.split("/")
-    branch = tree
-    for folder in folders:
-      branch = branch.setdefault(folder, {})
-    branch[last] = leaf
-  return tree
 
 
 def write_tokenizer(tokenizer: Tokenizer, L: int, folder: pathlib.Path) -> None:

@@ -89,17 +89,12 @@ def validate(c: ml_collections.ConfigDict) -> None:
   )
   _method(c)
   if m.kind == "vit":
-    _vision(c)
-
-
-def _vision(c: ml_collections.ConfigDict) -> None:
-  m = c.model
-  need(
-    m.image_size % m.patch_size == 0,
-    f"model.image_size={m.image_size} is not divisible by model.patch_size={m.patch_size}",
-  )
-  need(m.L == 1, f"model.L={m.L}: an image has one label, so set model.L=1")
-  need(not c.data.mask_documents, "data.mask_documents is for text: images have no documents")
+    need(
+      m.image_size % m.patch_size == 0,
+      f"model.image_size={m.image_size} is not divisible by model.patch_size={m.patch_size}",
+    )
+    need(m.L == 1, f"model.L={m.L}: an image has one label, so set model.L=1")
+    need(not c.data.mask_documents, "data.mask_documents is for text: images have no documents")
 
 
 def check_source(c: ml_collections.ConfigDict, image_size: int) -> None:

@@ -228,14 +228,14 @@ class RemoteWorkdir(Workdir):
     cache = pathlib.Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     place = cache / "workdirs" / hashlib.sha256(uri.encode()).hexdigest()[:12]
     super().__init__(place / uri.rstrip("/").rpartition("/")[2], epath.Path(uri))
-    self._lease: Lease | None = None
+    self._lease: Lease | None = None  # of the process that writes the files
+    self._uploader = concurrent.futures.ThreadPoolExecutor(1, "uploads")
+    self._uploaded: dict[str, tuple[int, int]] = {}
     if hosts.first:
       claim(place)
       with storage_errors(uri):
         self._lease = Lease(self._folder, place / OWNER)
         self._download()
-      self._uploader = concurrent.futures.ThreadPoolExecutor(1, "uploads")
-      self._uploaded: dict[str, tuple[int, int]] = {}
       threading.Thread(target=self._upload_regularly, name="upload-timer", daemon=True).start()
 
   def _download(self) -> None:
@@ -247,20 +247,18 @@ class RemoteWorkdir(Workdir):
         (self.files / name).write_bytes(content)
     self.files.mkdir(parents=True, exist_ok=True)
 
-  def upload(self) -> concurrent.futures.Future[None] | None:
-    if self._lease:
-      return self._uploader.submit(self._upload_changes)
-    nothing: concurrent.futures.Future[None] = concurrent.futures.Future()
-    nothing.set_result(None)
-    return nothing
+  def upload(self) -> concurrent.futures.Future[None]:
+    return self._uploader.submit(self._upload_changes)
 
   def _upload_regularly(self) -> None:
     while True:
       time.sleep(UPLOAD_EVERY)
       with contextlib.suppress(Exception):  # uploaded next time, at the latest by close()
-        self._uploader.submit(self._upload_changes).result()
+        self.upload().result()
 
   def _upload_changes(self) -> None:
+    if self._lease is None:
+      return
     # Metrics are read first and uploaded last: what they refer to is in the bucket before them.
     metrics = self._changed(self.files / METRICS_FILE)
     for path in sorted(self.files.rglob("*")):
@@ -289,14 +287,13 @@ class RemoteWorkdir(Workdir):
       self._lease.check()
 
   def close(self) -> None:
-    if not self._lease:
-      return
     try:
-      self._uploader.submit(self._upload_changes).result()
+      self.upload().result()
     except UserError:
       raise
     except Exception as e:
       raise UserError(
         f"cannot upload {self.files} to {self._folder.uri}: {e}; run the same command again"
       ) from e
-    self._lease.release()
+    if self._lease:
+      self._lease.release()

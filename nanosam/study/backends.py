@@ -85,7 +85,8 @@ def local(
       for slot in range(parallel):
         if slot not in active and waiting and not stop:
           job = waiting.pop(0)
-          active[slot] = Active.begin(job, _start(command(job), job, slot, parallel))
+          process = _start(command(job), job, slot, parallel)
+          active[slot] = Active(job, process, time.monotonic(), TimeLeft())
           say(f"[{len(todo) - len(waiting)}/{len(todo)}] {job.id}: started")
       time.sleep(0.05)
       if stop and not announced:
@@ -114,10 +115,6 @@ class Active(NamedTuple):
   process: subprocess.Popen[bytes]
   since: float
   left: TimeLeft
-
-  @classmethod
-  def begin(cls, job: Job, process: subprocess.Popen[bytes]) -> "Active":
-    return cls(job, process, time.monotonic(), TimeLeft())
 
   def progress(self, now: float) -> str:
     stored, steps = self.job.stored(), self.job.config.opt.num_train_steps

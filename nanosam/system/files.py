@@ -13,7 +13,7 @@ from typing import Any
 
 from etils import epath
 
-from nanosam.system.errors import UserError
+from nanosam.system.errors import UserError, say
 
 PARTIAL = ".partial"  # suffix of a file that is still being written
 
@@ -40,12 +40,15 @@ def disk_errors(path: pathlib.Path | epath.Path) -> Iterator[None]:
 
 
 def build_folder(
-  final: pathlib.Path, last: str, write: Callable[[pathlib.Path], None], what: str
-) -> None:
-  """A folder that is there whole or not at all; `last` is the name of a file in it.
+  final: pathlib.Path, last: str, write: Callable[[pathlib.Path], None], verb: str, what: str
+) -> pathlib.Path:
+  """A folder that is there whole or not at all, built on first use; `last` is a file in it.
 
   Several processes may build it at once: the first to finish wins.
   """
+  if (final / last).exists():
+    return final
+  say(f"{verb} {what} (once) ...")
   partial = final.parent / f".{final.name}-{uuid.uuid4().hex}"
   try:
     partial.mkdir(parents=True)
@@ -62,6 +65,7 @@ def build_folder(
       f"cannot write {what} to {final.parent}: {e.strerror or e}; "
       "free some space or set NANOSAM_CACHE to another directory"
     ) from e
+  return final
 
 
 def lock_file(path: pathlib.Path, *, wait: bool = False) -> int:

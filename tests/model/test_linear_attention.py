@@ -18,6 +18,11 @@ A_D = L_D**2 + (L_D + 1) / 31 * L_D
 WHITE = model.Task((1.0, 1.0, 1.0, 1.0), N=31)
 
 
+def merged_matrix(params, batch=None):
+  """A if keys and queries are merged into one matrix for each head."""
+  return jnp.einsum("h,hij->ij", params["v"], params["U"])
+
+
 @functools.cache
 def gradient(method="sam", rho=0.0, outputs=model.matrix, task=TASK):
   """`sam` at rho 0 is the plain gradient."""
@@ -89,19 +94,16 @@ def test_the_layer_predicts_what_the_reduced_model_does():
   value_HxExE = value_HxExE.at[:, D].set(0).at[:, D, D].set(params["v"])
   key_HxRxE = jnp.concatenate([params["k"], jnp.zeros((H, 1))], 1)[:, None]
   query_HxRxE = jnp.concatenate([params["q"], jax.random.normal(keys[1], (H, 1))], 1)[:, None]
-  layer = model.Attention(value_HxExE, key_HxRxE, query_HxRxE)
   x_NxD, y_N = jax.random.normal(keys[2], (N, D)), jax.random.normal(keys[3], (N,))
   xq_D = jax.random.normal(keys[4], (D,))
-  found = model.attend(layer, model.prompt(x_NxD, y_N, xq_D))[-1, -1]
-  beta_D = y_N @ x_NxD / N
-  np.testing.assert_allclose(found, beta_D @ model.matrix(params) @ xq_D, rtol=1e-12)
-  # The formula, head by head, in NumPy.
+  # X + sum_h W_V X X^T W_K^T W_Q X / N; the prediction is the last entry of the last column.
   X = np.concatenate([np.concatenate([x_NxD, xq_D[None]]).T, np.append(y_N, 0)[None]])
-  formula = X.copy()
-  for V, K, Q in zip(*map(np.asarray, layer), strict=True):
-    formula += V @ X @ X.T @ K.T @ Q @ X / N
-  whole = model.attend(layer, model.prompt(x_NxD, y_N, xq_D))
-  np.testing.assert_allclose(whole, formula, rtol=1e-10)
+  layer = X.copy()
+  for V, K, Q in zip(*map(np.asarray, (value_HxExE, key_HxRxE, query_HxRxE)), strict=True):
+    layer += V @ X @ X.T @ K.T @ Q @ X / N
+  beta_D = y_N @ x_NxD / N
+  expected = beta_D @ model.matrix(params) @ xq_D
+  np.testing.assert_allclose(layer[-1, -1], expected, rtol=1e-10)
 
 
 # ---- One aligned head ----------------------------------------------------------------------------
@@ -196,7 +198,7 @@ def test_merged_keys_and_queries_with_white_data_follow_a_logistic():
   alpha, gamma, s0, eta = 1 + (1 + D) / 31, D**0.5, 1e-3, 1e-3
   v_H = jnp.array([0.6, -0.8]) * s0**0.5
   params = {"v": v_H, "U": jnp.einsum("h,ij->hij", v_H, jnp.eye(D) / D**0.5)}
-  grad = gradient(outputs=model.merged_matrix, task=WHITE)
+  grad = gradient(outputs=merged_matrix, task=WHITE)
   s_T = np.sum(np.array(descend(grad, params, eta, 4000)["v"]) ** 2, 1)
   growth_T = np.exp(2 * gamma * 2 * eta * np.arange(4000))  # tau = 1 / (2 eta)
   expected_T = gamma * growth_T / (alpha * (growth_T - 1) + gamma / s0)
@@ -207,9 +209,9 @@ def test_merged_keys_and_queries_with_white_data_follow_a_logistic():
 def test_merged_keys_and_queries_learn_white_data_in_one_drop():
   sigma = 1e-3
   v_H, U_HxDxD = (sigma * jax.random.normal(jax.random.key(3), s) for s in ((8,), (8, D, D)))
-  grad = gradient(outputs=model.merged_matrix, task=WHITE)
+  grad = gradient(outputs=merged_matrix, task=WHITE)
   trajectory = descend(grad, {"v": v_H, "U": U_HxDxD}, 0.02, 1000)
-  A_TxDxD = np.array(jax.vmap(model.merged_matrix)(trajectory))
+  A_TxDxD = np.array(jax.vmap(merged_matrix)(trajectory))
   learned_TxD = np.diagonal(A_TxDxD, axis1=1, axis2=2) > WHITE.final_D / 2
   assert learned_TxD[-1].all()
   steps_D = learned_TxD.argmax(0)

@@ -13,26 +13,26 @@ from pathlib import Path
 
 from nanosam.data.preparation import formats
 from nanosam.data.preparation.inputs import Plan
-from nanosam.data.preparation.worker import INPUT, RECORD, Chunk, Problems, Rules
+from nanosam.data.preparation.worker import INPUT, RECORD, Chunk
 from nanosam.system.files import write_json
 
 # A chunk, or None if it is complete already; and how many bytes of the input files it covers.
 Task = tuple[Chunk | None, int]
 
 
-def make_chunks(folder: Path, plan: Plan, rules: Rules) -> Iterator[Task]:
+def make_chunks(folder: Path, plan: Plan, text_field: str) -> Iterator[Task]:
   """All chunks in order, with their raw input on disk. Groups that are complete are not read."""
   for g, group in enumerate(plan.groups):
     if _group_file(folder, g).exists() and all(map(_is_complete, chunk_directories(folder, g))):
       yield None, sum(plan.inputs[i].bytes for i in group)
     else:
-      yield from _divide(folder, g, plan, rules)
+      yield from _divide(folder, g, plan, text_field)
 
 
-def _divide(folder: Path, g: int, plan: Plan, rules: Rules) -> Iterator[Task]:
+def _divide(folder: Path, g: int, plan: Plan, text_field: str) -> Iterator[Task]:
   """Writes pieces of a group's files to disk until they fill a chunk, chunk by chunk."""
   split = plan.inputs[plan.groups[g][0]].split
-  items = _items(plan.paths(plan.groups[g]), rules, min(formats.PIECE_BYTES, plan.shard_bytes))
+  items = _items(plan.paths(plan.groups[g]), text_field, min(formats.PIECE_BYTES, plan.shard_bytes))
   count = 0
   for first in items:
     directory = _chunk_directory(folder, g, count)
@@ -59,18 +59,15 @@ def _divide(folder: Path, g: int, plan: Plan, rules: Rules) -> Iterator[Task]:
 
 
 def _items(
-  paths: list[str], rules: Rules, piece_bytes: int
+  paths: list[str], text_field: str, piece_bytes: int
 ) -> Iterator[tuple[formats.Piece | formats.Problem, int]]:
   """Pieces and problems, and how many more bytes of their file were read for each."""
   for path in paths:
-    read = 0
-    for item in formats.pieces(path, rules.text_field, piece_bytes):
-      if isinstance(item, formats.Problem):
-        Problems(rules.on_error).add(item)  # raises unless on_error is skip
-        yield item, 0
-      else:
-        yield item, item.read - read
-        read = item.read
+    before = 0
+    for item in formats.pieces(path, text_field, piece_bytes):
+      read = before if isinstance(item, formats.Problem) else item.read
+      yield item, read - before
+      before = read
 
 
 def chunk_directories(folder: Path, group: int) -> list[Path]:

@@ -46,15 +46,8 @@ def _beginnings(paths: Sequence[str], rules: Rules, read_bytes: int) -> Iterator
   order = sorted(range(len(paths)), key=lambda i: hashlib.sha256(str(i).encode()).digest())
   for i in order:
     read = 0
-    for piece in formats.pieces(paths[i], rules.text_field):
-      if isinstance(piece, formats.Problem):
-        problems.add(piece)
-        continue
-      for item in formats.documents(piece, rules.text_field):
-        if isinstance(item, formats.Problem):
-          problems.add(item)
-        else:
-          yield item
+    for piece in problems.without(formats.pieces(paths[i], rules.text_field)):
+      yield from problems.without(formats.documents(piece, rules.text_field))
       read += len(piece.data)
       if read >= min(per_file, read_bytes):
         break

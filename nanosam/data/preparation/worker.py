@@ -14,19 +14,21 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from array_record.python.array_record_module import ArrayRecordWriter
+from etils import epath
 
 from nanosam.data.preparation import formats, tfrecord
-from nanosam.data.store import ShardWriter, StoreWriter
+from nanosam.data.store import ShardWriter
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UserError
-from nanosam.system.files import disk_errors, write_json
+from nanosam.system.files import write_json
 from nanosam.system.processes import exit_with_parent
 
+T = TypeVar("T")
 RECORD = "chunk.json"
 INPUT = "input"
 TEXT_FIELD = "text"  # in the output, whatever the input calls it
@@ -72,6 +74,14 @@ class Problems:
     if len(self.first) < SHOWN_PROBLEMS:
       self.first.append(str(problem))
 
+  def without(self, items: Iterable[T | formats.Problem]) -> Iterator[T]:
+    """The items that are none."""
+    for item in items:
+      if isinstance(item, formats.Problem):
+        self.add(item)
+      else:
+        yield item
+
 
 _one_at_a_time: contextlib.AbstractContextManager = contextlib.nullcontext()
 
@@ -90,31 +100,20 @@ def _tokenizer(path: str) -> Tokenizer:
 
 def process(chunk: Chunk, rules: Rules, tokenizer_path: str) -> dict[str, Any]:
   """Writes the chunk's shards and chunk.json, and returns the contents of the latter."""
-  with disk_errors(chunk.directory):
-    return _process(chunk, rules, _tokenizer(tokenizer_path))
-
-
-def _process(chunk: Chunk, rules: Rules, tokenizer: Tokenizer) -> dict[str, Any]:
-  problems = Problems(rules.on_error)
+  tokenizer, problems = _tokenizer(tokenizer_path), Problems(rules.on_error)
   for problem in chunk.problems:
     problems.add(problem)
   writers: dict[str, _SplitWriter] = {}
-
-  def add(piece: formats.Piece) -> None:
-    for item in formats.documents(piece, rules.text_field):
-      if isinstance(item, formats.Problem):
-        problems.add(item)
-        continue
-      split = chunk.split or rules.split_of(item)
-      if split not in writers:
-        writers[split] = _SplitWriter(chunk.directory, split, tokenizer)
-      writers[split].add(item)
-
   with open(chunk.directory / INPUT, "rb") as f:
     for path, first, size in chunk.pieces:
       # A document takes several times its size in memory: one big one at a time, in all workers.
       with _one_at_a_time if size >= _BIG_PIECE_BYTES else contextlib.nullcontext():
-        add(formats.Piece(path, first, f.read(size), 0))
+        parsed = formats.documents(formats.Piece(path, first, f.read(size), 0), rules.text_field)
+        for document in problems.without(parsed):
+          split = chunk.split or rules.split_of(document)
+          if split not in writers:
+            writers[split] = _SplitWriter(chunk.directory, split, tokenizer)
+          writers[split].add(document)
   record = {
     "splits": {split: writer.commit() for split, writer in sorted(writers.items())},
     "skipped": problems.count,
@@ -130,8 +129,9 @@ class _SplitWriter:
 
   def __init__(self, directory: Path, split: str, tokenizer: Tokenizer):
     self._tokenizer = tokenizer
-    self._tokens: ShardWriter = StoreWriter(directory, tokenizer).shard(split, 0)
-    self._path = directory / f"{split}-00000.array_record"
+    name = f"{split}-00000"
+    self._tokens = ShardWriter(epath.Path(directory), name, tokenizer)
+    self._path = directory / f"{name}.array_record"
     # Groups of one record, so that each document can be read on its own. Higher levels of zstd
     # save 5 % of the space but take twice the time.
     self._texts = ArrayRecordWriter(os.fspath(self._path), "group_size:1,zstd:1")
