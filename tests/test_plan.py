@@ -52,12 +52,13 @@ PROGRAM = """HloModule jit_update, is_scheduled=true
 ENTRY %main (p: f32[8]) -> f32[8] {
   %w = (s32[], f32[8]{0}) while(%t.0), condition=%cond.1, body=%body.1
   %c = f32[2]{0} conditional(%b, %x, %x), branch_computations={%small, %large}
-  %start = (bf16[4]{0}, bf16[32]{0}) fusion(%x.2), kind=kCustom, calls=%part
-  %done = bf16[32]{0} fusion(%start), kind=kCustom, calls=%part
-  ROOT %e = f32[8]{0} collective-permute(%q), channel_id=6, source_target_pairs={{0,1}}
+  %start = (bf16[4]{0}, bf16[32]{0}) fusion(%x.2), kind=kCustom, calls=%fused_computation.5
+  %done = bf16[32]{0} fusion(%start), kind=kCustom, calls=%fused_computation.5
+  %d = f32[8]{0} collective-permute(%q), channel_id=6, source_target_pairs={{0,1}}
+  ROOT %e = f32[8]{0} collective-permute(%d), channel_id=6, source_target_pairs={{0,1}}
 }
 
-%part (x: bf16[4]) -> bf16[32] {
+%fused_computation.5 (x: bf16[4]) -> bf16[32] {
   ROOT %ag = bf16[32]{0} all-gather(%x), channel_id=5, dimensions={0}
 }
 """
@@ -67,7 +68,7 @@ def test_collectives_count_as_often_as_their_loops_run():
   assert hlo.collective_bytes(PROGRAM) == {
     "all-gather": 5 * 32 * 2 + 32 * 2,  # in the loop, and one in two parts
     "reduce-scatter": 5 * 16 * 4 * 2 + 8 * 2 * 4,  # and the larger branch, whole
-    "collective-permute": 8 * 4,
+    "collective-permute": 2 * 8 * 4,  # two of them, though they share a channel
   }
   with pytest.raises(ValueError, match="how often"):
     hlo.collective_bytes(PROGRAM.replace("constant(5)", "parameter(1)"))
@@ -189,9 +190,12 @@ def test_the_largest_size_fits_eight_chips_and_a_second_pass_takes_hardly_more()
     planned(f"{PAPER}:size=1208M,method={method}", "--topology=v5e:2x4")
     for method in ("adamw", "precond_func_sam")
   )
-  assert twice["fits"] and twice["peak_bytes_per_device"] <= 12 * GIB
-  assert twice["peak_bytes_per_device"] <= 1.05 * adamw["peak_bytes_per_device"]
+  assert twice["fits"] and twice["peak_bytes_per_device"] <= 9.5 * GIB
+  assert twice["peak_bytes_per_device"] <= 1.15 * adamw["peak_bytes_per_device"]
   assert twice["flops_per_device"] <= 2.05 * adamw["flops_per_device"]
-  # The parameters in bf16, for each pass: forward, again for the recomputation, and back.
-  gathered = twice["collective_bytes_by_kind"]["all-gather"]
-  assert gathered <= 1.15 * 3 * 2 * 2 * twice["parameters"]
+  for facts, passes in ((adamw, 1), (twice, 2)):
+    moved = facts["collective_bytes_by_kind"]
+    assert moved["all-reduce"] < 1e6  # metrics and norms; the embedding's gradient is scattered
+    # The parameters in bf16, for each pass: gathered forward and back, their gradient scattered.
+    least = passes * 3 * 2 * facts["parameters"]
+    assert least <= sum(moved.values()) <= 1.10 * least

@@ -16,7 +16,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nanosam.model.sharding import batch_shards, gathered, split_over_batch
+from nanosam.model.sharding import (
+  batch_shards,
+  gathered,
+  split_of,
+  split_over_batch,
+  sum_of_shards,
+)
 
 
 class Point(NamedTuple):
@@ -52,7 +58,9 @@ def vjp(
   keep: bool = False,
 ) -> Pullback:
   """The residual sum_i c_i r(source_i), pulled back through the head at `at`."""
-  L = at.h_BxLxD.shape[1]
+  (V, D), L = at.W_VxD.shape, at.h_BxLxD.shape[1]
+  split = split_of(at.W_VxD.shape)
+  padding = split.padding if split else 0
   dtype = at.h_BxLxD.dtype
   wide = jnp.promote_types(dtype, jnp.float32)
   size = _size(chunk, L)
@@ -74,8 +82,11 @@ def vjp(
       R_BxCxV += c * r_BxCxV
     R_BxCxV = R_BxCxV.astype(dtype)
     dh_BxCxD = jnp.einsum("bcv,vd->bcd", R_BxCxV, W_VxD)
+    R_GxTxV = _per_shard(R_BxCxV)
+    if padding:
+      R_GxTxV = jnp.pad(R_GxTxV, ((0, 0), (0, 0), (0, padding)))
     dW_GxVxD += jnp.einsum(
-      "gtv,gtd->gvd", _per_shard(R_BxCxV), _per_shard(h_BxCxD), preferred_element_type=wide
+      "gtv,gtd->gvd", R_GxTxV, _per_shard(h_BxCxD), preferred_element_type=wide
     )
     return dW_GxVxD, (dh_BxCxD, tuple(losses), R_BxCxV if keep else None)
 
@@ -84,9 +95,10 @@ def vjp(
     *(_chunks(x, size) for x in (at.h_BxLxD, targets.ids_BxL, targets.weights_BxL)),
   )
   # One partial sum per shard of the batch: a single reduction after the loop, not one per chunk.
-  zero_GxVxD = split_over_batch(jnp.zeros((batch_shards(), *at.W_VxD.shape), wide))
+  zero_GxVxD = split_over_batch(jnp.zeros((batch_shards(), V + padding, D), wide))
   dW_GxVxD, (dh, losses, R) = jax.lax.scan(one_chunk, zero_GxVxD, xs)
-  gradient = Point(_whole(dh, L), jnp.sum(dW_GxVxD, 0).astype(at.W_VxD.dtype))
+  dW_VxD = sum_of_shards(dW_GxVxD, split)[:V] if split else jnp.sum(dW_GxVxD, 0)
+  gradient = Point(_whole(dh, L), dW_VxD.astype(at.W_VxD.dtype))
   return Pullback(tuple(map(jnp.sum, losses)), gradient, Stored(R) if keep else None)
 
 

@@ -6,9 +6,10 @@ ever holds more than its share of the state plus the weights of the layer at wor
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,6 +18,7 @@ from nanosam.system.errors import UsageError
 
 DATA, FSDP = "data", "fsdp"
 BATCH = P((DATA, FSDP))
+TILE_ROWS = 128  # of a TPU, in any type of number
 STACKED = "layers"  # parameters below this name carry a leading axis of layers
 
 
@@ -127,6 +129,58 @@ def gathered(w: jax.Array, dtype: Any) -> jax.Array:
     return w
   w = _constrain(w, parameter_spec(w.shape, mesh.shape[FSDP]))
   return _constrain(w, P())
+
+
+class Split(NamedTuple):
+  """How a matrix is split over FSDP."""
+
+  axis: int
+  padding: int  # rows to add before a sum over devices is scattered
+
+  @property
+  def spec(self) -> P:
+    return P(*(None,) * self.axis, FSDP)
+
+
+def split_of(shape: tuple[int, ...]) -> Split | None:
+  """None if every device has all of it.
+
+  TPUs reduce a matrix whole, and then take their columns of it, if its rows do not fill their
+  tiles, as those of most vocabularies do not.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  spec = P() if mesh.empty else parameter_spec(shape, mesh.shape[FSDP])
+  if FSDP not in spec:
+    return None
+  axis = spec.index(FSDP)
+  return Split(axis, -shape[0] % TILE_ROWS if axis else 0)
+
+
+def rows_of(w_VxD: jax.Array, ids_BxL: jax.Array, dtype: Any) -> jax.Array:
+  """w[ids], for a parameter in the compute type and ids that are split as a batch is.
+
+  Widened to `dtype` before the lookup: on the way back many tokens add up in one row. Each device
+  adds up its own, and the sums are scattered.
+  """
+  split = split_of(w_VxD.shape)
+  if split is None or ids_BxL.shape[0] % batch_shards():
+    return gathered(w_VxD, w_VxD.dtype).astype(dtype)[ids_BxL]
+
+  def look_up(part: jax.Array, ids: jax.Array) -> jax.Array:
+    padded = jnp.pad(part, ((0, split.padding), (0, 0)))
+    return jax.lax.all_gather(padded, FSDP, axis=split.axis, tiled=True).astype(dtype)[ids]
+
+  return jax.shard_map(look_up, in_specs=(split.spec, BATCH), out_specs=BATCH)(w_VxD, ids_BxL)
+
+
+def sum_of_shards(parts_GxVxD: jax.Array, split: Split) -> jax.Array:
+  """The sum over the first axis, one part on each device, which arrives split."""
+
+  def add(part_1xVxD: jax.Array) -> jax.Array:
+    mine = jax.lax.psum_scatter(part_1xVxD[0], FSDP, scatter_dimension=split.axis, tiled=True)
+    return jax.lax.psum(mine, DATA)
+
+  return jax.shard_map(add, in_specs=BATCH, out_specs=split.spec)(parts_GxVxD)
 
 
 def split_like_parameters(tree: Any) -> Any:

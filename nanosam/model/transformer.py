@@ -6,6 +6,7 @@ width of the MLP, V vocabulary.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from nanosam.model.sharding import STACKED, gathered, split_over_batch
+from nanosam.model.sharding import STACKED, gathered, rows_of, split_over_batch
 
 Params = Any
 
@@ -21,6 +22,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "gelu": jax.nn.gelu,
   "relu": jax.nn.relu,
 }
+HEADS_AT_A_TIME = 8  # of plain attention with rematerialisation
 ATTENTIONS = ("plain", "xla", "cudnn")
 
 kernel_init = nn.initializers.xavier_uniform()
@@ -71,31 +73,59 @@ class Linear(nn.Module):
 
 
 def attend(
-  q_BxLxHxK: jax.Array,
-  k_BxLxHxK: jax.Array,
-  v_BxLxHxK: jax.Array,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
   segments_BxL: jax.Array | None,
   cfg: ModelConfig,
 ) -> jax.Array:
-  """Attention, causal in a decoder; with segments, no token sees another document."""
-  L = q_BxLxHxK.shape[1]
+  """Of B x L x H x K arrays. Causal in a decoder; no token sees another segment's."""
+  L = q.shape[1]
   mask = jnp.tril(jnp.ones((1, 1, L, L), bool)) if cfg.causal else jnp.ones((1, 1, 1, 1), bool)
   if segments_BxL is not None:
     mask &= segments_BxL[:, None, :, None] == segments_BxL[:, None, None, :]
   if cfg.attention != "plain":
     return jax.nn.dot_product_attention(
-      q_BxLxHxK,
-      k_BxLxHxK,
-      v_BxLxHxK,
+      q,
+      k,
+      v,
       mask=None if segments_BxL is None else mask,
       is_causal=cfg.causal and segments_BxL is None,
       implementation=cast(Literal["xla", "cudnn"], cfg.attention),
     )
+  if cfg.remat:
+    return _few_heads_at_a_time(functools.partial(_attend, mask=mask, cfg=cfg), q, k, v)
+  return _attend(q, k, v, mask=mask, cfg=cfg)
+
+
+def _attend(
+  q_BxLxHxK: jax.Array,
+  k_BxLxHxK: jax.Array,
+  v_BxLxHxK: jax.Array,
+  *,
+  mask: jax.Array,
+  cfg: ModelConfig,
+) -> jax.Array:
   q_BxLxHxK = q_BxLxHxK / q_BxLxHxK.shape[-1] ** 0.5
   att_BxHxLxL = jnp.einsum("bqhk,bthk->bhqt", q_BxLxHxK, k_BxLxHxK).astype(cfg.wide)
   att_BxHxLxL = jnp.where(mask, att_BxHxLxL, jnp.finfo(cfg.wide).min)
   att_BxHxLxL = jax.nn.softmax(att_BxHxLxL, axis=-1).astype(cfg.dtype)
   return jnp.einsum("bhqt,bthk->bqhk", att_BxHxLxL, v_BxLxHxK)
+
+
+def _few_heads_at_a_time(attend: Callable[..., jax.Array], *qkv_BxLxHxK: jax.Array) -> jax.Array:
+  """On the way back, only the attention weights of these heads exist at one time."""
+  B, L, H, K = qkv_BxLxHxK[0].shape
+  heads = max(h for h in range(1, HEADS_AT_A_TIME + 1) if H % h == 0)
+
+  def split(x_BxLxHxK: jax.Array) -> jax.Array:
+    return split_over_batch(jnp.moveaxis(x_BxLxHxK.reshape(B, L, -1, heads, K), 2, 0), axis=1)
+
+  def one(qkv: list[jax.Array]) -> jax.Array:
+    return jax.checkpoint(attend)(*qkv)
+
+  out_NxBxLxhxK = jax.lax.map(one, [split(x) for x in qkv_BxLxHxK])
+  return jnp.moveaxis(out_NxBxLxhxK, 0, 2).reshape(B, L, H, K)
 
 
 class Attention(nn.Module):
@@ -153,8 +183,7 @@ class Transformer(nn.Module):
       self.param("unembed", embed_init, (cfg.V, cfg.D))  # used by the head alone
 
     L = tokens_BxL.shape[1]
-    # Widened before the lookup: on the way back many tokens add up in one row.
-    x_BxLxD = gathered(embed_VxD, cfg.dtype).astype(cfg.wide)[tokens_BxL]
+    x_BxLxD = rows_of(embed_VxD.astype(cfg.dtype), tokens_BxL, cfg.wide)
     x_BxLxD += gathered(pos_LxD, cfg.dtype)[None, :L].astype(cfg.wide)
     return apply_blocks(cfg, split_over_batch(x_BxLxD), segments_BxL)
 

@@ -23,13 +23,14 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONDITION = re.compile(r"\bcondition=%?([\w.-]+)")
 _LIMIT = re.compile(r" = s32\[\]\S* constant\((\d+)\)")
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_PIECES = ("fused_computation", "async_collective_fusion")  # names of computations
 _GROUPS = re.compile(r"\breplica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\})")
 
 
 class Collective(NamedTuple):
   kind: str
   bytes: float  # in one run of the program
-  channel: str  # its name; the compiler may spread one over several instructions
+  channel: str  # its name, if the compiler may have spread it over several instructions
 
 
 def collective_bytes(text: str) -> dict[str, int]:
@@ -63,7 +64,7 @@ def _walk(computations: dict[str, list[str]], name: str) -> Iterator[Collective]
     shape, op, rest = found.groups()
     kind = op.removesuffix("-start")
     if kind in KINDS:  # what a reduction applies is a sum of two numbers: no need to look inside
-      channel = _CHANNEL.search(rest)
+      channel = _CHANNEL.search(rest) if name.startswith(_PIECES) else None
       size = _bytes(kind, shape, rest, started=kind != op)
       if name.startswith("all-reduce-scatter"):  # what TPUs have for a reduce-scatter
         kind = "reduce-scatter"

@@ -9,27 +9,30 @@ from nanosam.model import sharding
 from nanosam.run.step import TrainStep
 from nanosam.system.errors import UsageError
 
-VOCAB = 96
+ROWS, COLUMNS = 96, 97  # vocabularies: how eight devices split the embedding
 
 
-def train(c, mesh_shape, steps=3, n_devices=8):
+def train(c, mesh_shape, steps=3, n_devices=8, vocab=ROWS):
   """Losses of a few steps, and the final state, on a mesh of the first devices."""
   mesh = sharding.make_mesh(*mesh_shape, devices=jax.devices()[:n_devices])
-  train_step = TrainStep(c, VOCAB, mesh)
+  train_step = TrainStep(c, vocab, mesh)
   state, step, losses = train_step.init(c.seed), train_step.trace().lower().compile(), []
   for i in range(steps):
     batch = sharding.to_devices(
-      jax.tree.map(np.asarray, random_batch(i, c.batch_size, c.model.L, VOCAB)), mesh
+      jax.tree.map(np.asarray, random_batch(i, c.batch_size, c.model.L, vocab)), mesh
     )
     state, metrics = step(state, batch)
     losses.append(float(metrics["train/loss"]))
   return losses, state
 
 
-@pytest.mark.parametrize("shape", [(8, 1), (1, 8), (2, 4)])
-def test_every_mesh_gives_the_losses_of_one_device(tiny_config, shape):
-  one, state = train(tiny_config, (1, 1), n_devices=1)
-  losses, sharded = train(tiny_config, shape)
+@pytest.mark.parametrize(
+  "shape, vocab",
+  [((8, 1), ROWS), ((1, 8), ROWS), ((2, 4), ROWS), ((1, 8), COLUMNS), ((2, 4), COLUMNS)],
+)
+def test_every_mesh_gives_the_losses_of_one_device(tiny_config, shape, vocab):
+  one, state = train(tiny_config, (1, 1), n_devices=1, vocab=vocab)
+  losses, sharded = train(tiny_config, shape, vocab=vocab)
   np.testing.assert_allclose(losses, one, rtol=2e-6)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5),
@@ -87,3 +90,30 @@ def test_a_process_provides_the_rows_of_its_devices():
   assert sharding.local_rows(mesh, 16) == range(16)
   rows = np.arange(16)
   np.testing.assert_array_equal(jnp.asarray(sharding.to_devices(rows, mesh)), rows)
+
+
+@pytest.mark.parametrize("vocab", [ROWS, COLUMNS])
+def test_gradients_of_rows_and_of_partial_sums_arrive_split(vocab):
+  mesh, D = sharding.make_mesh(2, 4), 16
+  w_VxD = jax.random.normal(jax.random.key(0), (vocab, D))
+  ids_BxL = jax.random.randint(jax.random.key(1), (8, 5), 0, vocab)
+  by_row = jax.random.normal(jax.random.key(2), (8, 5, D))
+  parts_GxVxD = jax.random.normal(jax.random.key(3), (8, vocab, D))
+  expected = jnp.zeros_like(w_VxD).at[ids_BxL].add(by_row)
+  with jax.set_mesh(mesh):
+    spec = sharding.split_of(w_VxD.shape).spec
+    assert spec == (P("fsdp") if vocab == ROWS else P(None, "fsdp"))
+
+    def both(w, ids, ct, parts):
+      x, back = jax.vjp(lambda w: sharding.rows_of(w, ids, jnp.float32), w)
+      return x, back(ct)[0], sharding.sum_of_shards(parts, sharding.split_of(w.shape))
+
+    x, dw_VxD, total_VxD = jax.jit(both)(
+      jax.device_put(w_VxD, spec),
+      *(jax.device_put(x, sharding.BATCH) for x in (ids_BxL, by_row, parts_GxVxD)),
+    )
+  np.testing.assert_array_equal(x, w_VxD[ids_BxL])
+  np.testing.assert_allclose(dw_VxD, expected, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(total_VxD, parts_GxVxD.sum(0), rtol=1e-5, atol=1e-5)
+  for found in (dw_VxD, total_VxD):
+    assert found.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 2)
