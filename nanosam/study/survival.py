@@ -148,7 +148,7 @@ def measure(
   comparer(args)([with_losses(run, 0, zero, one, 1) for run in runs])
   jobs = []
   for workdir, run in zip(workdirs, runs, strict=True):
-    opened = open_run(workdir, args.step)
+    opened = open_run(workdir, args.step, args.weights)
     opened.checkpoints.close()
     path = out / "measured" / f"{run_id(run.keys)}.npz"
     stored = survival.load(path) if keep else None
