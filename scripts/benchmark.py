@@ -160,7 +160,13 @@ class Program:
 
 def measure_steps(args: argparse.Namespace) -> Rows:
   """One step of each method in turn, round after round; ratios are medians over rounds."""
-  names = [DENSE, "adamw", UNGUARDED, AVERAGED, *(m for m in args.methods.split(",") if m != "adamw")]
+  names = [
+    DENSE,
+    "adamw",
+    UNGUARDED,
+    AVERAGED,
+    *(m for m in args.methods.split(",") if m != "adamw"),
+  ]
   programs = {name: make_program(name, args) for name in names}
   times, ratio = interleaved(programs, args.rounds)
   parameters = make_step("adamw", args).abstract_params

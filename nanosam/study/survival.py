@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import pathlib
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,11 @@ from nanosam.curvature import changes, forgetting, pruning, survival
 from nanosam.curvature.survival import AXES, FORGETTING, WEIGHTS, Survival
 from nanosam.run.restore import RAW, load_run, open_run, stored_run
 from nanosam.study import comparison, figures, tables
-from nanosam.study.runs import DIVERGED, FINISHED, Run, run_id, training_keys
+from nanosam.study.runs import DIVERGED, FINISHED, Run, find_runs, run_id, training_keys
 from nanosam.study.tables import Table
 from nanosam.system.command_line import numbers
 from nanosam.system.errors import need
+from nanosam.system.files import write_atomically, write_json
 
 FINETUNED = "finetuned"  # the folder of the fine-tuning runs
 Compare = Callable[[Sequence[Run]], comparison.Report]
@@ -259,3 +261,31 @@ def draw(compared: Compared, folder: pathlib.Path, baseline: str) -> list[str]:
       figures.survival(folder / f"survive-{name}", curves, baseline, AXES[name].label)
       drawn.append(f"survive-{name}.png")
   return drawn
+
+
+# ---- over folders of runs ------------------------------------------------------------------------
+
+
+def study(
+  folders: Sequence[pathlib.Path], args: argparse.Namespace, out: pathlib.Path, argv: list[str]
+) -> None:
+  """Of the runs below the folders those of each group's best setting, judged by eval loss.
+
+  Writes results.json, table.md and figures to `out`. Every model's measurement stays there, so
+  that the same command resumes.
+  """
+  found_runs, notes = find_runs(folders)
+  best = comparer(args)(found_runs)
+  workdirs = [str(run.path) for g in best.groups for run in g.best.runs.values()]
+  runs, found = measure(workdirs, args, out, keep=True)
+  compared, more = compare(runs, found, args)
+  notes = list(dict.fromkeys([*notes, *best.notes, *more]))
+  results = {"command": argv, "models": [s.to_json() for s in found], "comparison": compared}
+  write_json(out / "results.json", {**results, "unchanged": best.to_json(), "notes": notes})
+  lines = ["# What survives", "", f"`python {shlex.join(argv)}`", ""]
+  for name, of_part in tables_of(compared).items():
+    lines += [f"## {name}", "", f"![{name}](survive-{name}.svg)", "", *tables.markdown(of_part)]
+  lines += [f"The interval covers {what}.\n" for what in covered(compared)]
+  lines += [f"- {note}" for note in notes]
+  write_atomically(out / "table.md", "\n".join([*lines, ""]).encode())
+  draw(compared, out, args.baseline)
