@@ -261,3 +261,32 @@ def test_fine_tuning_in_another_vocabulary_is_refused(commands, whole, tmp_path)
   assert outcome.code == 2
   outcome.says_in_one_line("another vocabulary", source)
   assert not (tmp_path / "out" / one_model.FILE).exists()
+
+
+def test_a_study_of_folders_resumes(whole, tmp_path, monkeypatch):
+  """The same model under two names: nothing differs. What was measured is not measured again."""
+  folder, out = tmp_path / "runs", tmp_path / "out"
+  for method in ("adamw", "sam"):
+    workdir = shutil.copytree(whole, folder / method)
+    config = json.loads((workdir / "config.json").read_text())
+    config["opt"]["method"] = method
+    (workdir / "config.json").write_text(json.dumps(config))
+  args = arguments("--parts=bits,prune", "--bits=3", "--sparsity=0.5")
+  survival.study([folder], args, out, ["reproduce.py", "survive"])
+  first = (out / "results.json").read_text()
+  results = json.loads(first)
+  (entry,) = results["comparison"]["bits"]
+  sam = next(g for g in entry["rise"]["groups"] if g["label"] == "sam")
+  assert (sam["difference"], sam["pairs"]) == (0, 1)
+  table = (out / "table.md").read_text()
+  assert "| 3 | sam | 1 |" in table and "![prune](survive-prune.svg)" in table
+  read_figure(out / "survive-prune")
+
+  def again(*_):
+    raise AssertionError("measured again")
+
+  monkeypatch.setattr(one_model, "measure", again)
+  survival.study([folder], args, out, ["reproduce.py", "survive"])
+  assert (out / "results.json").read_text() == first
+  with pytest.raises(AssertionError, match="measured again"):
+    survival.study([folder], arguments("--parts=bits,prune", "--bits=4"), out, [])
