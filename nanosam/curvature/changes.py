@@ -65,12 +65,12 @@ def points(
 def zeros(params: Params, chosen: Params) -> float:
   """Which fraction of the chosen weights is zero."""
   ours = [x for x, yes in zip(jax.tree.leaves(params), jax.tree.leaves(chosen), strict=True) if yes]
-  return sum(int(_zeros(x)) for x in ours) / sum(x.size for x in ours)
+  return sum(map(int, jax.device_get(_zeros(ours)))) / sum(x.size for x in ours)
 
 
 @jax.jit
-def _zeros(x: jax.Array) -> jax.Array:
-  return jnp.sum(x == 0)
+def _zeros(arrays: list[jax.Array]) -> list[jax.Array]:
+  return [jnp.sum(x == 0) for x in arrays]
 
 
 def noise(chosen: Params, scale: float) -> Change:

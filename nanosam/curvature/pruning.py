@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nanosam.curvature.changes import Setting, choose, points
 from nanosam.data.sources import eval_set
@@ -64,37 +65,38 @@ def prune(params: Params, chosen: Params, sparsity: float) -> Params:
   """Zeroes the smallest of the chosen weights, ranked over all of them together."""
   leaves, tree = jax.tree.flatten(params)
   ours = [i for i, yes in enumerate(jax.tree.leaves(chosen)) if yes]
-  total = sum(leaves[i].size for i in ours)
-  limit = _smallest([leaves[i] for i in ours], round(sparsity * total))
-  for i in ours:
-    leaves[i] = _zeroed(leaves[i], limit)
+  number = round(sparsity * sum(leaves[i].size for i in ours))
+  if number:
+    limit = _smallest([leaves[i] for i in ours], np.uint32(number))
+    for i in ours:
+      leaves[i] = _zeroed(leaves[i], limit)
   return jax.tree.unflatten(tree, leaves)
 
 
-def _smallest(arrays: Sequence[jax.Array], number: int) -> int:
-  """A limit that so many magnitudes, as bits, do not exceed: by bisection, without sorting.
+@jax.jit
+def _smallest(arrays: Sequence[jax.Array], number: np.uint32) -> jax.Array:
+  """The limit that so many magnitudes, as bits, do not exceed: by bisection, without sorting.
 
   Sorting would gather what is split over devices. Weights that tie with the last one go with it.
   """
-  low, high = -1, 2**31 - 1  # positive floats are ordered as their bits are
-  while number and high - low > 1:
+
+  def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    low, high = bounds
     middle = (low + high) // 2
-    enough = sum(int(_count(x, middle)) for x in arrays) >= number
-    low, high = (low, middle) if enough else (middle, high)
-  return high if number else -1
+    count = sum(jnp.sum(_bits(x) <= middle, dtype=jnp.uint32) for x in arrays)
+    enough = count >= number
+    return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+  every = jnp.uint32(0), jnp.uint32(2**31 - 1)  # positive floats are ordered as their bits are
+  return jax.lax.fori_loop(0, 31, halve, every)[1]
 
 
 def _bits(x: jax.Array) -> jax.Array:
-  return jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+  return jax.lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
 
 
 @jax.jit
-def _count(x: jax.Array, limit: int) -> jax.Array:
-  return jnp.sum(_bits(x) <= limit)
-
-
-@jax.jit
-def _zeroed(x: jax.Array, limit: int) -> jax.Array:
+def _zeroed(x: jax.Array, limit: jax.Array) -> jax.Array:
   return jnp.where(_bits(x) <= limit, 0, x)
 
 
