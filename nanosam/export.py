@@ -1,6 +1,6 @@
 """Writes a trained model in the form that Hugging Face's transformers load, without code of ours.
 
-python -m nanosam.export --workdir=DIR --out=DIR [--step=...] [--format=hf]
+python -m nanosam.export --workdir=DIR --out=DIR [--step=...] [--weights=raw|average] [--format=hf]
 
 AutoModelForCausalLM reads it as GPT-2, AutoTokenizer as a fast tokenizer with SentencePiece's ids.
 Every text begins with bos, as each document does in training: tokenizer(text) is what the model
@@ -12,16 +12,13 @@ from nanosam.run import hugging_face
 from nanosam.run.restore import open_run
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser
-from nanosam.system.errors import UsageError
 
 
 def main(argv: list[str]) -> None:
   args = parser().parse_args(argv[1:])
-  if args.weights != "raw":
-    raise UsageError("export writes the raw weights only, so far: leave out --weights")
   hugging_face.check_installed()
   out = hugging_face.target_folder(args.out)
-  run = open_run(args.workdir, args.step)
+  run = open_run(args.workdir, args.step, args.weights)
   with hugging_face.whole_folder(out) as folder:
     tokenizer = hugging_face.write_gpt2(run, folder)
   print(f"written: {out}, step {run.step}; {tokenizer}")

@@ -6,15 +6,11 @@ Weights are ranked by magnitude over all matrices together. Writes prune.json an
 loss against sparsity (Figure 5 of arXiv 2502.02407) to the workdir, or to --out.
 """
 
-import argparse
-import re
-
-from nanosam.curvature.pruning import FILE, curve, table
+from nanosam.curvature.pruning import FILE, check, curve, table
 from nanosam.run.restore import load_run
 from nanosam.study import figures
 from nanosam.system import errors
 from nanosam.system.command_line import RunParser, numbers, results_folder
-from nanosam.system.errors import UsageError, need
 from nanosam.system.files import write_json
 
 
@@ -51,15 +47,6 @@ def parser() -> RunParser:
   )
   add("--out", default="", help="folder of the results (default: the workdir)")
   return p
-
-
-def check(args: argparse.Namespace) -> None:
-  for sparsity in args.sparsity:
-    need(0 <= sparsity < 1, f"--sparsity={sparsity:g} must be in [0, 1)")
-  try:
-    re.compile(args.params)
-  except re.error as e:
-    raise UsageError(f"--params={args.params} is not a regex: {e}") from e
 
 
 if __name__ == "__main__":

@@ -3,16 +3,10 @@
 python -m nanosam.train --config=configs/FILE.py[:k=v,...] [--config.KEY=VALUE ...]
 """
 
-import contextlib
-
 from nanosam import config as config_lib
 from nanosam.curvature.diagnostics import Diagnostics
-from nanosam.run.cluster import joined
-from nanosam.run.trainer import open_trainer
-from nanosam.run.validate import validate
-from nanosam.run.workdir import open_workdir
+from nanosam.run.trainer import train
 from nanosam.system import errors
-from nanosam.system.signals import StopRequest
 
 
 def main(argv: list[str]) -> None:
@@ -20,16 +14,7 @@ def main(argv: list[str]) -> None:
     keys = config_lib.flat(config_lib.default()).items()
     print(f"{__doc__}\nKeys and their defaults; nanosam/config.py explains each:")
     return print("\n".join(f"  --config.{key}={value}" for key, value in keys))
-  c = config_lib.from_command_line(argv)
-  validate(c)
-  with StopRequest() as stop, joined(c.cluster, stop) as hosts:
-    with stop.nothing_to_save():
-      workdir = open_workdir(c.workdir, c.data.cache_dir, hosts)
-    with contextlib.closing(workdir):
-      with stop.nothing_to_save():
-        trainer = open_trainer(c, workdir, stop, hosts, make_diagnostics=Diagnostics)
-      if trainer:
-        trainer.run()
+  train(config_lib.from_command_line(argv), make_diagnostics=Diagnostics)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ from nanosam.system.command_line import Parser
 
 DENSE = "dense"  # a plain flax/optax AdamW step: all logits at once, loss by autodiff
 UNGUARDED = "unguarded"  # our adamw without the check that loss and gradient are finite
+AVERAGED = "averaged"  # our adamw with an exponential average of its weights
 Rows = list[dict[str, Any]]
 
 
@@ -159,9 +160,17 @@ class Program:
 
 def measure_steps(args: argparse.Namespace) -> Rows:
   """One step of each method in turn, round after round; ratios are medians over rounds."""
-  names = [DENSE, "adamw", UNGUARDED, *(m for m in args.methods.split(",") if m != "adamw")]
+  names = [
+    DENSE,
+    "adamw",
+    UNGUARDED,
+    AVERAGED,
+    *(m for m in args.methods.split(",") if m != "adamw"),
+  ]
   programs = {name: make_program(name, args) for name in names}
   times, ratio = interleaved(programs, args.rounds)
+  parameters = make_step("adamw", args).abstract_params
+  parameter_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(parameters))
 
   def row(name: str) -> dict[str, Any]:
     program, adamw, dense = programs[name], programs["adamw"], programs[DENSE]
@@ -170,6 +179,7 @@ def measure_steps(args: argparse.Namespace) -> Rows:
       "time_ratio": ratio(name, "adamw"),
       "fastest_ratio": min(times[name]) / min(times["adamw"]),  # what others do only slows down
       "memory_ratio": program.peak_bytes / adamw.peak_bytes,
+      "copies_more": (program.peak_bytes - adamw.peak_bytes) / parameter_bytes,  # of the weights
       "flops_ratio": program.flops / adamw.flops,
       "time_ratio_to_dense": ratio(name, DENSE),
       "temp_ratio_to_dense": program.temp_bytes / dense.temp_bytes,
@@ -201,8 +211,9 @@ def plain_step(grad: Callable[..., Any], tx: Any, params: Any, batch: Any) -> Pr
 
 
 def make_step(name: str, args: argparse.Namespace) -> TrainStep:
-  method = "adamw" if name in (DENSE, UNGUARDED) else name
+  method = "adamw" if name in (DENSE, UNGUARDED, AVERAGED) else name
   c = config_lib.default(size=args.size, method=method)
+  c.opt.average = "ema" if name == AVERAGED else "none"
   c.workdir = "unused"
   c.batch_size = args.batch_size
   c.model.update(L=args.length, dtype=args.dtype)

@@ -19,6 +19,10 @@ is an experiment of its own, minutes on one core: nanosam/paper/simplicity/exper
 python scripts/reproduce.py regimes --regime=limited|online|overtrained --source=tokens:DIR
   --out=DIR --seeds=N [--stage=all|pilot|tuning|verdict|compute|report] [--jobs=N]
 tunes every method as hard as AdamW, then compares on fresh seeds: nanosam/paper/regimes.py.
+
+python scripts/reproduce.py survive RUNS... --out=DIR [--tune=opt.rho,...] [--source=...] ...
+takes the best setting of each method among finished runs and does what nanosam.survive does, with
+its options: results.json, table.md and figures in DIR. The same command resumes.
 """
 
 import argparse
@@ -32,9 +36,10 @@ from nanosam.paper.protocol import FACTORS, Lab
 from nanosam.paper.simplicity import command as simplicity
 from nanosam.paper.simplicity.experiment import Settings
 from nanosam.run.flops import DEVICES
+from nanosam.study import figures, survival
 from nanosam.study.backends import add_backend_arguments, say, state
 from nanosam.system import errors
-from nanosam.system.command_line import Parser, numbers
+from nanosam.system.command_line import Parser, add_model_arguments, numbers
 from nanosam.system.errors import UsageError
 
 
@@ -43,6 +48,8 @@ def main(argv: list[str]) -> None:
     return reproduce_simplicity(argv)
   if argv[1:2] == ["regimes"]:
     return reproduce_regimes(argv)
+  if argv[1:2] == ["survive"]:
+    return reproduce_survive(argv)
   args = parser().parse_args(argv[1:])
   lab = make_lab(args)
   known = (*lab.stages, *lab.measures)
@@ -95,6 +102,19 @@ def reproduce_regimes(argv: list[str]) -> None:
     if stage != "report":
       regimes.train(study, stage, args.backend, args.jobs, argv)
   regimes.write_report(study, argv)
+
+
+def reproduce_survive(argv: list[str]) -> None:
+  p = Parser("python scripts/reproduce.py survive", f"{__doc__}\n{survival.__doc__}")
+  p.add_argument("folders", nargs="+", metavar="RUNS", help="workdirs, or folders of workdirs")
+  p.add_argument("--out", required=True, type=pathlib.Path)
+  add_model_arguments(p)
+  survival.add_arguments(p)
+  args = p.parse_args(argv[2:])
+  survival.check(args)
+  figures.check_installed()
+  survival.study(args.folders, args, args.out, argv)
+  say(f"written: {args.out}/results.json, table.md and figures")
 
 
 def parser() -> argparse.ArgumentParser:

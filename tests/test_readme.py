@@ -62,6 +62,7 @@ RULES = (
   ),
   Rule("python -m nanosam.export"),
   Rule("python -m nanosam.prune", add="--sparsity=0,0.5"),
+  Rule("python -m nanosam.survive", add="--noise=0.1 --bits=4 --sparsity=0.5"),
 )
 TWO_RUNS = """
 def runs(arg=None):

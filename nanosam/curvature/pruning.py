@@ -2,40 +2,47 @@
 
 import argparse
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from nanosam.curvature.changes import Setting, choose, points
 from nanosam.data.sources import eval_set
 from nanosam.model.transformer import Params
-from nanosam.optim.base import matching
-from nanosam.optim.methods import MethodError
 from nanosam.run.evaluation import Evaluator
 from nanosam.run.restore import Loaded
-from nanosam.system.errors import UsageError
+from nanosam.system.errors import UsageError, need
 from nanosam.system.progress import Progress
 
 FILE = "prune.json"
 
 
+def check(args: argparse.Namespace) -> None:
+  for sparsity in args.sparsity:
+    need(0 <= sparsity < 1, f"--sparsity={sparsity:g} must be in [0, 1)")
+  try:
+    re.compile(args.params)
+  except re.error as e:
+    raise UsageError(f"--params={args.params} is not a regex: {e}") from e
+
+
 def curve(run: Loaded, workdir: str, args: argparse.Namespace) -> dict[str, Any]:
   """Eval loss by sparsity, of one run."""
   c = run.config
-  evaluator = Evaluator(run.model, eval_set(run.source, c), c.eval_batch_size, run.mesh)
-  try:
-    chosen = matching(run.params, args.params, "--params")
-  except MethodError as e:
-    raise UsageError(str(e)) from e
-  progress, points, sparsities = Progress(0), [], sorted(set(args.sparsity))
-  for i, sparsity in enumerate(sparsities, 1):
-    pruned, share = prune(run.params, chosen, sparsity)
-    evaluation = evaluator(pruned)
-    losses = {"loss": evaluation.loss, "loss_sem": evaluation.loss_sem}
-    points.append({"sparsity": sparsity, "zero": share, **losses})
-    line = f"{workdir}  {i}/{len(sparsities)}  sparsity {sparsity:g}"
-    progress.work(line, i, len(sparsities))
+  data = eval_set(run.source, c)
+  evaluator = Evaluator(run.model, data, c.eval_batch_size, run.mesh, keep=True)
+  chosen = choose(run.params, args.params)
+  chosen_settings = settings(chosen, sorted(set(args.sparsity)))
+  progress, found = Progress(0), []
+  for point in points(evaluator, run.params, chosen, chosen_settings, jax.random.key(0)):
+    losses = {"loss": point.evaluation.loss, "loss_sem": point.evaluation.loss_sem}
+    found.append({"sparsity": point.value, **point.facts, **losses})
+    line = f"{workdir}  {len(found)}/{len(chosen_settings)}  sparsity {point.value:g}"
+    progress.work(line, len(found), len(chosen_settings))
   progress.close()
   return {
     "workdir": str(workdir),
@@ -43,46 +50,53 @@ def curve(run: Loaded, workdir: str, args: argparse.Namespace) -> dict[str, Any]
     "weights": args.weights,
     "method": c.opt.method,
     "params": args.params,
-    "points": points,
+    "points": found,
   }
 
 
-def prune(params: Params, chosen: Params, sparsity: float) -> tuple[Params, float]:
-  """Zeroes the smallest of the chosen weights; also returns which fraction of them is now zero."""
+def settings(chosen: Params, sparsities: Sequence[float]) -> list[Setting]:
+  def pruning(sparsity: float) -> Setting:
+    return Setting(sparsity, lambda params, key: prune(params, chosen, sparsity))
+
+  return [pruning(sparsity) for sparsity in sparsities]
+
+
+def prune(params: Params, chosen: Params, sparsity: float) -> Params:
+  """Zeroes the smallest of the chosen weights, ranked over all of them together."""
   leaves, tree = jax.tree.flatten(params)
   ours = [i for i, yes in enumerate(jax.tree.leaves(chosen)) if yes]
-  total = sum(leaves[i].size for i in ours)
-  limit = _smallest([leaves[i] for i in ours], round(sparsity * total))
-  for i in ours:
-    leaves[i] = _zeroed(leaves[i], limit)
-  zero = sum(int(_count(leaves[i], 0)) for i in ours)
-  return jax.tree.unflatten(tree, leaves), zero / total
+  number = round(sparsity * sum(leaves[i].size for i in ours))
+  if number:
+    limit = _smallest([leaves[i] for i in ours], np.uint32(number))
+    for i in ours:
+      leaves[i] = _zeroed(leaves[i], limit)
+  return jax.tree.unflatten(tree, leaves)
 
 
-def _smallest(arrays: Sequence[jax.Array], number: int) -> int:
-  """A limit that so many magnitudes, as bits, do not exceed: by bisection, without sorting.
+@jax.jit
+def _smallest(arrays: Sequence[jax.Array], number: np.uint32) -> jax.Array:
+  """The limit that so many magnitudes, as bits, do not exceed: by bisection, without sorting.
 
   Sorting would gather what is split over devices. Weights that tie with the last one go with it.
   """
-  low, high = -1, 2**31 - 1  # positive floats are ordered as their bits are
-  while number and high - low > 1:
+
+  def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    low, high = bounds
     middle = (low + high) // 2
-    enough = sum(int(_count(x, middle)) for x in arrays) >= number
-    low, high = (low, middle) if enough else (middle, high)
-  return high if number else -1
+    count = sum(jnp.sum(_bits(x) <= middle, dtype=jnp.uint32) for x in arrays)
+    enough = count >= number
+    return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+  every = jnp.uint32(0), jnp.uint32(2**31 - 1)  # positive floats are ordered as their bits are
+  return jax.lax.fori_loop(0, 31, halve, every)[1]
 
 
 def _bits(x: jax.Array) -> jax.Array:
-  return jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+  return jax.lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
 
 
 @jax.jit
-def _count(x: jax.Array, limit: int) -> jax.Array:
-  return jnp.sum(_bits(x) <= limit)
-
-
-@jax.jit
-def _zeroed(x: jax.Array, limit: int) -> jax.Array:
+def _zeroed(x: jax.Array, limit: jax.Array) -> jax.Array:
   return jnp.where(_bits(x) <= limit, 0, x)
 
 
@@ -90,7 +104,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
   names = [pathlib.Path(run["workdir"]).name for run in runs]
   width = max(12, *(len(name) + 2 for name in names))
   lines = ["sparsity" + "".join(f"{name:>{width}}" for name in names)]
-  for points in zip(*(run["points"] for run in runs), strict=True):
-    losses = "".join(f"{p['loss']:>{width}.4f}" for p in points)
-    lines.append(f"{points[0]['sparsity']:<8g}{losses}")
+  for row in zip(*(run["points"] for run in runs), strict=True):
+    losses = "".join(f"{p['loss']:>{width}.4f}" for p in row)
+    lines.append(f"{row[0]['sparsity']:<8g}{losses}")
   return "\n".join(lines)

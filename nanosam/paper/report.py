@@ -223,7 +223,7 @@ def summary(runs: list[Run], sets: list[RunSet]) -> Section:
 
 
 def run_table(runs: list[Run]) -> Table:
-  rows = []
+  rows, started = [], any(run.lineage for run in runs)
   for run in sorted(runs, key=lambda r: (r.keys["opt.method"], str(r.path))):
     settings = tables.settings({k: run.keys[k] for k in TUNED if k in run.keys})
     names = ("loss", "loss_sem", "bits_per_byte")
@@ -233,10 +233,11 @@ def run_table(runs: list[Run]) -> Table:
         *(run.path.name, run.keys["opt.method"], str(run.keys["seed"]), settings),
         *(f"{run.step} of {run.steps}", run.state),
         *(tables.number(x, ".4f") for x in last),
+        *([run.lineage] if started else []),
       ]
     )
   head = ["run", "method", "seed", "settings", "steps", "state", "eval loss", "sem", "bits/byte"]
-  return Table(head, rows)
+  return Table([*head, *(["started from"] if started else [])], rows)
 
 
 def read_experiments(folders: list[pathlib.Path]) -> tuple[list[Section], list[str]]:

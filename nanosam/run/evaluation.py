@@ -88,8 +88,12 @@ class Stopped(Exception):
 class Evaluator:
   """Evaluates parameters; the result depends on neither the batch size nor the devices."""
 
-  def __init__(self, model: Classifier, data: EvalSet, batch_size: int, mesh: Mesh):
+  def __init__(
+    self, model: Classifier, data: EvalSet, batch_size: int, mesh: Mesh, keep: bool = False
+  ):
+    """With `keep` the data stay on the devices, for many evaluations in a row."""
     self._data, self._mesh = data, mesh
+    self._kept: list[Batch] | None = [] if keep else None
     parts = sharding.shards(mesh)
     self._batch_size = -(-batch_size // parts) * parts
 
@@ -114,6 +118,13 @@ class Evaluator:
     return Evaluation(**found, bytes=self._data.bytes)
 
   def _batches(self) -> Iterator[Batch]:
+    if self._kept is None:
+      yield from self._read()
+      return
+    self._kept = self._kept or list(self._read())
+    yield from self._kept
+
+  def _read(self) -> Iterator[Batch]:
     local = sharding.local_rows(self._mesh, self._batch_size)
     rows = len(self._data.batch.targets_BxL)
     padded = self._data.batch.padded(-rows % self._batch_size)

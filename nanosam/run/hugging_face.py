@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import ml_collections
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -27,7 +26,7 @@ from nanosam.model.classifier import model_config
 from nanosam.model.transformer import Params, norm
 from nanosam.run.restore import Opened
 from nanosam.run.safetensors_file import read_shapes, write_safetensors
-from nanosam.run.step import TrainStep
+from nanosam.run.step import TrainState, TrainStep
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.files import PARTIAL, disk_errors, lock_file, write_atomically, write_json
 from nanosam.system.remote import is_remote
@@ -104,7 +103,7 @@ def whole_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
 def write_gpt2(run: Opened, folder: pathlib.Path) -> str:
   """Writes all files; returns what there is to say about the tokenizer."""
   tokenizer = _text(run).tokenizer
-  write_json(folder / CONFIG, gpt2_config(run.config, tokenizer, run.step))
+  write_json(folder / CONFIG, gpt2_config(run, tokenizer))
   write_tokenizer(tokenizer, run.config.model.L, folder)
   said = check_tokenizer(run, folder)  # before the weights, which take longer
   write_weights(run, folder / WEIGHTS)
@@ -115,8 +114,9 @@ def _text(run: Opened) -> TextSource:
   return text_of(run.source, run.config.data.source)
 
 
-def gpt2_config(c: ml_collections.ConfigDict, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
-  m = c.model
+def gpt2_config(run: Opened, tokenizer: Tokenizer) -> dict[str, Any]:
+  c = run.config
+  m, made = c.model, {"version": __version__, "method": c.opt.method, "step": run.step}
   return {
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
@@ -136,7 +136,7 @@ def gpt2_config(c: ml_collections.ConfigDict, tokenizer: Tokenizer, step: int) -
     "bos_token_id": tokenizer.bos_id,
     "eos_token_id": tokenizer.eos_id,
     "pad_token_id": tokenizer.pad_id,
-    "nanosam": {"version": __version__, "method": c.opt.method, "step": step},
+    "nanosam": {**made, "weights": run.weights},
   }
 
 
@@ -168,23 +168,22 @@ def gpt2_tensors(params: Params, N: int) -> list[Tensor]:
 def write_weights(run: Opened, path: pathlib.Path) -> None:
   mesh = sharding.make_mesh(data=1, fsdp=1, devices=jax.local_devices()[:1])
   V = _text(run).tokenizer.vocab_size
-  abstract = TrainStep(run.config, V, mesh).abstract_params
-  tensors = gpt2_tensors(abstract, run.config.model.N)
+  state = TrainStep(run.config, V, mesh).abstract_state
+  tensors = gpt2_tensors(state.params, run.config.model.N)
   shapes = {t.name: t.shape for t in tensors}
-  write_safetensors(path, shapes, _read(run, abstract, tensors))
+  write_safetensors(path, shapes, _read(run, state, tensors))
   if read_shapes(path) != shapes:
     raise UserError(f"{path} does not read back as written: check the disk")
 
 
-def _read(run: Opened, abstract: Params, tensors: list[Tensor]) -> Iterator[np.ndarray]:
+def _read(run: Opened, state: TrainState, tensors: list[Tensor]) -> Iterator[np.ndarray]:
   """The tensors' values. In memory: the parameters that one is made of, and one layer of them."""
-  leaf_of = flatten_dict(abstract, sep="/")
+  leaf_of = flatten_dict(state.params, sep="/")
   for leaves, group in itertools.groupby(tensors, key=lambda t: t.leaves):
     found = []
     if leaves:
-      wanted = {"params": unflatten_dict({name: leaf_of[name] for name in leaves}, sep="/")}
-      arrays = run.checkpoints.restore_parts(wanted, run.step, on_host=True)
-      flat = flatten_dict(arrays.pop("params"), sep="/")
+      some = unflatten_dict({name: leaf_of[name] for name in leaves}, sep="/")
+      flat = flatten_dict(run.read(state, some, on_host=True), sep="/")
       found = [flat.pop(name) for name in leaves]
     for tensor in group:
       yield _value(tensor, found)

@@ -76,7 +76,7 @@ def environment(**facts: Any) -> dict[str, Any]:
   """What the run is made with and on, besides its settings."""
   devices = jax.devices()
   return {
-    "command": ["python", "-m", "nanosam.train", *sys.argv[1:]],
+    "command": ["python", "-m", _command(), *sys.argv[1:]],
     "git_commit": _git_commit(),
     "python": platform.python_version(),
     "packages": {name: _version(name) for name in PACKAGES},
@@ -87,6 +87,12 @@ def environment(**facts: Any) -> dict[str, Any]:
     },
     **facts,
   }
+
+
+def _command() -> str:
+  """The module that a person started: it may train as a part of its work."""
+  spec = getattr(sys.modules["__main__"], "__spec__", None)
+  return spec.name if spec and spec.name.startswith("nanosam.") else "nanosam.train"
 
 
 def _version(name: str) -> str | None:

@@ -21,7 +21,7 @@ from nanosam.run import record, runtime
 from nanosam.run.checkpoint import FOLDER, Checkpoints
 from nanosam.run.cluster import ALONE, Hosts
 from nanosam.run.metrics_file import METRICS_FILE, read_metrics
-from nanosam.run.step import TrainStep
+from nanosam.run.step import TrainState, TrainStep
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, storage_errors
 
@@ -35,6 +35,17 @@ class Opened(NamedTuple):
   source: Source
   checkpoints: Checkpoints
   step: int
+  weights: str = RAW
+
+  def read(self, state: TrainState, some: Params | None = None, on_host: bool = False) -> Params:
+    """The weights, or `some` of them; `state` is abstract, of the run's own optimizer."""
+    tree = state.params if some is None else some
+    if self.weights == RAW:
+      return self.checkpoints.restore_parts({"params": tree}, self.step, on_host)["params"]
+    place = next(i for i, s in enumerate(state.opt_state) if isinstance(s, base.AveragedWeights))
+    wanted = {"opt_state": [*[None] * place, {"average": tree}]}
+    found = self.checkpoints.restore_parts(wanted, self.step, on_host)
+    return found["opt_state"][place]["average"]
 
 
 class Loaded(NamedTuple):
@@ -51,10 +62,12 @@ class Loaded(NamedTuple):
     return Moments() if self.opt_state is None else base.moments(self.opt_state)
 
 
-def open_run(folder: str | os.PathLike[str], step: str = "latest") -> Opened:
+def open_run(folder: str | os.PathLike[str], step: str = "latest", weights: str = RAW) -> Opened:
   """The run at `step`: "latest", "best" or a number. Changes nothing in the workdir."""
   workdir = epath.Path(folder)
   c, environment = stored_run(workdir)
+  if weights == AVERAGE and c.opt.average == "none":
+    raise UsageError(f"{folder} has no averaged weights: it was trained with opt.average=none")
   runtime.set_up_jax(c)
   checkpoints = open_checkpoints(workdir)
   number = choose_step(checkpoints, workdir, step)
@@ -65,7 +78,7 @@ def open_run(folder: str | os.PathLike[str], step: str = "latest") -> Opened:
       f"{source.fingerprint} (other files, or other package versions behind the embedded corpus): "
       "restore that data"
     )
-  return Opened(c, source, checkpoints, number)
+  return Opened(c, source, checkpoints, number, weights)
 
 
 def load_run(
@@ -75,19 +88,17 @@ def load_run(
   weights: str = RAW,
 ) -> Loaded:
   """The run's model at `step`, over all devices of this machine."""
-  c, source, checkpoints, number = open_run(folder, step)
-  if weights == AVERAGE and c.opt.average == "none":
-    raise UsageError(f"{folder} has no averaged weights: it was trained with opt.average=none")
+  opened = open_run(folder, step, weights)
+  c, source = opened.config, opened.source
   mesh = sharding.make_mesh(data=1, fsdp=-1)
   train_step = TrainStep(c, source.outputs, mesh)
-  wanted = {"params": train_step.abstract_state.params}
-  if with_moments or weights == AVERAGE:
-    wanted["opt_state"] = train_step.abstract_state.opt_state
-  state = checkpoints.restore_parts(wanted, number)
-  checkpoints.close()
-  opt_state = state["opt_state"] if with_moments else None
-  params = state["params"] if weights == RAW else base.averaged(state["opt_state"])
-  return Loaded(c, source, train_step.model, params, mesh, number, opt_state)
+  state, opt_state = train_step.abstract_state, None
+  params = opened.read(state)
+  if with_moments:
+    wanted = {"opt_state": state.opt_state}
+    opt_state = opened.checkpoints.restore_parts(wanted, opened.step)["opt_state"]
+  opened.checkpoints.close()
+  return Loaded(c, source, train_step.model, params, mesh, opened.step, opt_state)
 
 
 def stored_run(workdir: epath.Path) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:

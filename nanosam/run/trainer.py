@@ -19,7 +19,7 @@ from nanosam.optim import base
 from nanosam.optim.guard import Counts, must_abort
 from nanosam.run import flops, health, record, runtime
 from nanosam.run.checkpoint import Checkpoints, found_steps
-from nanosam.run.cluster import Hosts
+from nanosam.run.cluster import Hosts, joined
 from nanosam.run.evaluation import Evaluator, Stopped
 from nanosam.run.log import FanOut, open_writers
 from nanosam.run.meter import Cost, Meter
@@ -27,8 +27,8 @@ from nanosam.run.profiling import Profiler
 from nanosam.run.record import Position
 from nanosam.run.start import start
 from nanosam.run.step import TrainState, TrainStep
-from nanosam.run.validate import check_devices, check_source
-from nanosam.run.workdir import Workdir
+from nanosam.run.validate import check_devices, check_source, validate
+from nanosam.run.workdir import Workdir, open_workdir
 from nanosam.system.errors import Interrupted, UsageError, UserError
 from nanosam.system.progress import Progress
 from nanosam.system.signals import StopRequest
@@ -57,6 +57,19 @@ def open_trainer(
   trainer.compile()
   trainer.open(make_diagnostics)
   return trainer
+
+
+def train(c: ml_collections.ConfigDict, make_diagnostics: MakeDiagnostics) -> None:
+  """A whole run, started or resumed; raises Interrupted if asked to stop."""
+  validate(c)
+  with StopRequest() as stop, joined(c.cluster, stop) as hosts:
+    with stop.nothing_to_save():
+      workdir = open_workdir(c.workdir, c.data.cache_dir, hosts)
+    with contextlib.closing(workdir):
+      with stop.nothing_to_save():
+        trainer = open_trainer(c, workdir, stop, hosts, make_diagnostics)
+      if trainer:
+        trainer.run()
 
 
 def _check_workdir(c: ml_collections.ConfigDict, workdir: Workdir, steps: list[int]) -> None:

@@ -34,6 +34,8 @@ def differing_keys(a: Keys, b: Keys, varied: Iterable[str]) -> list[str]:
 
 def _follows(a: Keys, b: Keys, key: str) -> bool:
   """Whether a key differs only in proportion to its leader; steps may be rounded up or down."""
+  if key == "init_from":  # runs of another seed may go on from other runs: those of their seed
+    return bool(a[key] and b[key]) and any(a[k] != b[k] for k in REPLICATE)
   if key == "opt.perturbed_dtype":
     return a[key] == a["model.dtype"] and b[key] == b["model.dtype"]
   leader = FOLLOWS.get(key)
@@ -55,7 +57,9 @@ def check_comparable(runs: Sequence[Run], varied: Iterable[str]) -> None:
   for i, a in enumerate(runs):
     for b in runs[:i]:
       if keys := differing_keys(b.keys, a.keys, varied):
-        what = "; ".join(f"{k} is {b.keys[k]} in {b.path}, {a.keys[k]} in {a.path}" for k in keys)
+        what = "; ".join(
+          f"{k} is {_value(b, k)} in {b.path}, {_value(a, k)} in {a.path}" for k in keys
+        )
         raise UsageError(
           f"these runs differ in more than {', '.join(sorted(varied))} and seeds: {what}. Compare "
           f"by it (--by=...,{keys[0]}), tune over it (--tune=...,{keys[0]}), or leave runs out"
@@ -63,6 +67,10 @@ def check_comparable(runs: Sequence[Run], varied: Iterable[str]) -> None:
   for run in runs[1:]:
     if what := _data_difference(runs[0], run):
       raise UsageError(f"{runs[0].path} and {run.path} {what}")
+
+
+def _value(run: Run, key: str) -> Any:
+  return run.lineage if key == "init_from" and run.lineage else run.keys[key]
 
 
 def _data_difference(a: Run, b: Run) -> str:

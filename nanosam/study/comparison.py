@@ -291,6 +291,7 @@ def _environment_notes(runs: Sequence[Run]) -> list[str]:
     for change in run.environment.get("changes", [])
     if change["keys"]
   ]
+  notes += [f"{run.path} started from {run.lineage}" for run in runs if run.lineage]
   for name in ("git_commit", "packages", "devices"):
     found = {json.dumps(r.environment.get(name), sort_keys=True) for r in runs}
     if len(found) > 1:

@@ -53,6 +53,7 @@ Target = pathlib.Path | io.StringIO  # where a figure goes: files, or the text o
 Points = tuple[np.ndarray, np.ndarray]  # x, y of one run
 Curve = tuple[np.ndarray, np.ndarray]  # x, and y by seed: [X] and [S, X]
 Curves = Mapping[str, Curve]  # by method
+BySeed = Mapping[str, Mapping[str, Points]]  # by method and seed
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -302,3 +303,17 @@ def pruning(target: Target, runs: Sequence[Mapping[str, Any]]) -> None:
     _draw(ax, {method: (100 * x, y_SxX) for method, (x, y_SxX) in pruning_curves(runs).items()})
     ax.set(xlabel="weights set to zero (%)", ylabel="eval loss")
     ax.legend()
+
+
+def survival(target: Target, runs: BySeed, baseline: str, x_label: str) -> None:
+  """The rise of the eval loss by the size of a change; beside it minus the baseline's, by seed."""
+  base = runs.get(baseline, {})
+  gaps = {m: g for m, by_seed in runs.items() if m != baseline and (g := _gap(by_seed, base))}
+  with figure(target, *(((9, 3.6), 2) if gaps else ())) as (ax, *beside):
+    _draw(ax, {method: mean_curve(by_seed.values()) for method, by_seed in runs.items()})
+    ax.set(xlabel=x_label, ylabel="rise of the eval loss")
+    ax.legend()
+    for other in beside:
+      _draw(other, gaps)
+      other.axhline(0, color=INK, linewidth=1)
+      other.set(xlabel=x_label, ylabel=f"rise minus {baseline}'s")

@@ -17,7 +17,7 @@ from nanosam import config as config_lib
 from nanosam.optim import guard
 from nanosam.optim.methods import METHODS
 from nanosam.run.metrics_file import METRICS_FILE, read_metrics
-from nanosam.run.record import CONFIG_FILE, ENVIRONMENT, SEQUENCES_FILE, read_config
+from nanosam.run.record import CONFIG_FILE, ENVIRONMENT, LINEAGE, SEQUENCES_FILE, read_config
 from nanosam.system.errors import UserError
 
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
@@ -92,6 +92,13 @@ class Run(NamedTuple):
   @property
   def steps(self) -> int:
     return self.keys["opt.num_train_steps"]
+
+  @property
+  def lineage(self) -> str:
+    """The run, step and parameters that this one started from; "" if it started from none."""
+    if not (found := self.environment.get(LINEAGE)):
+      return ""
+    return f"{found['workdir']}, step {found['step']}, parameters {found['parameters']}"
 
   def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
     """(x, eval loss) of every evaluation; `key` is that of an axis."""
@@ -178,7 +185,9 @@ def all_runs(folders: Iterable[str | pathlib.Path]) -> tuple[list[Run], list[str
       raise UserError(f"no such folder: {folder}; give workdirs, or folders of workdirs")
     found = {p.parent for p in folder.rglob(METRICS_FILE)}
     found |= {p.parent for p in folder.rglob(CONFIG_FILE) if "wandb" not in p.parts}
-    paths |= {p.resolve(): p for p in sorted(found)}
+    # A run inside another's workdir belongs to that one: survive fine-tunes there.
+    outer = [p for p in sorted(found) if not found.intersection(p.parents)]
+    paths |= {p.resolve(): p for p in outer}
   runs, notes = [], []
   for path in paths.values():
     try:

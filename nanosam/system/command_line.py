@@ -31,10 +31,15 @@ class RunParser(Parser):
   def __init__(self, command: str, description: str | None):
     super().__init__(f"python -m nanosam.{command}", description)
     self.add_argument("--workdir", required=True, help="workdir of the run")
-    self.add_argument("--step", default="latest", help="latest (default), best, or a number")
-    self.add_argument(
-      "--weights", choices=("raw", "average"), default="raw", help="see opt.average (default raw)"
-    )
+    add_model_arguments(self)
+
+
+def add_model_arguments(p: Parser) -> None:
+  """Which model of a run."""
+  p.add_argument("--step", default="latest", help="latest (default), best, or a number")
+  p.add_argument(
+    "--weights", choices=("raw", "average"), default="raw", help="see opt.average (default raw)"
+  )
 
 
 def results_folder(args: argparse.Namespace) -> pathlib.Path:

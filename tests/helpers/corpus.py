@@ -9,6 +9,7 @@ import sys
 
 from helpers.training import ROOT
 from nanosam.data import prepare
+from nanosam.data.store import StoreWriter
 
 WORDS = "the quick brown fox jumps over lazy dogs while café owners count 漢字 and 😀".split()
 
@@ -21,6 +22,14 @@ def texts(count, seed=0):
 def write_lines(path, documents):
   data = "".join(json.dumps({"text": t}) + "\n" for t in documents).encode()
   path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def write_store(directory, tokenizer, texts):
+  """A token store with the same texts for training and validation; its name as a source."""
+  writer = StoreWriter(directory, tokenizer)
+  documents = [(tokenizer.encode(text), len(text.encode())) for text in texts]
+  writer.commit({s: [writer.write_shard(s, 0, documents)] for s in ("train", "validation")})
+  return f"tokens:{directory}"
 
 
 TRAIN, VALIDATION = texts(400), texts(30, seed=1)

@@ -193,6 +193,15 @@ def test_a_copy_of_a_run_counts_once_and_lends_its_taus(tmp_path):
   assert "tau of adamw over training" in markdown
 
 
+def test_what_a_run_started_from(tmp_path):
+  origin = {"workdir": "runs/base", "step": 900, "parameters": "0123456789abcdef"}
+  write_run(tmp_path, "adamw", 1, keys={"init_from": "runs/base"}, env={"init_from": origin})
+  write_run(tmp_path, "sam", 1, keys={"init_from": "runs/base"}, env={"init_from": origin})
+  _, markdown = make(tmp_path, out=tmp_path / "out")
+  assert "| started from |" in markdown
+  assert markdown.count("| runs/base, step 900, parameters 0123456789abcdef |") == 2
+
+
 def test_one_run_and_a_method_that_only_diverged(tmp_path):
   write_run(tmp_path, "sam", 1, 3.4)
   bad = write_run(tmp_path, "func_sam", 1)

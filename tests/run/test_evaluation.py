@@ -4,9 +4,9 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from helpers.corpus import write_store
 
 from nanosam import evaluate
-from nanosam.data.store import StoreWriter
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.model import sharding
 from nanosam.run import evaluation, restore
@@ -69,17 +69,10 @@ def test_the_command_gives_the_loss_of_training(commands, whole):
     assert found[key] == record[key]
 
 
-def store(directory, tokenizer, texts):
-  writer = StoreWriter(directory, tokenizer)
-  documents = [(tokenizer.encode(text), len(text.encode())) for text in texts]
-  writer.commit({s: [writer.write_shard(s, 0, documents)] for s in ("train", "validation")})
-  return f"tokens:{directory}"
-
-
 def test_another_source(whole, tmp_path, capsys):
   tokenizer = restore.load_run(whole).source.tokenizer
   text = "The quick brown fox jumps over the lazy dog. " * 20
-  source = store(tmp_path / "fox", tokenizer, [text] * 2)
+  source = write_store(tmp_path / "fox", tokenizer, [text] * 2)
   evaluate.main(["evaluate", f"--workdir={whole}", f"--source={source}", "--step=12", "--json"])
   found = json.loads(capsys.readouterr().out)
   assert (found["step"], found["bytes"]) == (12, 2 * len(text)) and found["eval/loss"] > 3
@@ -89,6 +82,6 @@ def test_another_source(whole, tmp_path, capsys):
 
 def test_another_tokenizer_is_refused(whole, tmp_path):
   text = "\n".join(f"the quick brown fox {n} jumps over the lazy dog" for n in range(300))
-  source = store(tmp_path / "other", train_tokenizer([text], 300), [text])
+  source = write_store(tmp_path / "other", train_tokenizer([text], 300), [text])
   with pytest.raises(errors.UsageError, match="another tokenizer"):
     evaluate.main(["evaluate", f"--workdir={whole}", f"--source={source}"])

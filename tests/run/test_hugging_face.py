@@ -62,6 +62,24 @@ def test_weights(run, whole, tmp_path):
     np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+@pytest.mark.full
+def test_averaged_weights(commands, tmp_path):
+  """Wherever they are in the optimizer's state; nothing else of it is read."""
+  more = {"opt__average": "ema", "opt__average_decay": 0.5, "opt__clip_by_global_norm": 1.0}
+  assert commands.train(tmp_path / "run", **more).code == 0
+  run = restore.open_run(tmp_path / "run", weights="average")
+  hugging_face.write_weights(run, tmp_path / "w.safetensors")
+  found = load_file(tmp_path / "w.safetensors")
+  saved = state(tmp_path / "run", 16)
+  average = {p[3:]: x for p, x in saved.items() if p[0] == "opt_state" and p[2] == "average"}
+  loaded = restore.load_run(tmp_path / "run", weights="average").params
+  np.testing.assert_array_equal(found["transformer.wte.weight"], average["embed",])
+  np.testing.assert_array_equal(loaded["embed"], average["embed",])
+  down = ("layer_0", "mlp", "down", "kernel")
+  np.testing.assert_array_equal(found["transformer.h.0.mlp.c_proj.weight"], average[down])
+  assert np.any(average["embed",] != saved["params", "embed"])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_shapes_and_order(tied, stacked):
@@ -180,7 +198,8 @@ def test_missing_packages(monkeypatch):
 
 
 def test_config(run):
-  c = hugging_face.gpt2_config(run.config, run.source.tokenizer, 16)
+  c = hugging_face.gpt2_config(run, run.source.tokenizer)
+  assert c["nanosam"].items() >= {"method": "adamw", "step": 16, "weights": "raw"}.items()
   assert json.loads(json.dumps(c)) == c
   assert c["layer_norm_epsilon"] == 1e-6 and c["activation_function"] == "gelu_new"
   assert (c["bos_token_id"], c["eos_token_id"], c["pad_token_id"]) == (2, 1, 0)

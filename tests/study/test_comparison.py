@@ -277,6 +277,40 @@ def test_a_run_that_went_on_under_other_settings_is_told(tmp_path):
   assert any("until step 70" in n and "opt.rho: 0.1 -> 0.2" in n for n in notes)
 
 
+def continued(seed, origin="base"):
+  origin = f"runs/{origin}-{seed}"
+  facts = {"workdir": origin, "step": 900, "parameters": f"{seed:016x}"}
+  return {"keys": {"init_from": f"{origin}@best"}, "env": {"init_from": facts}}
+
+
+def test_what_runs_started_from_is_named(tmp_path):
+  """Those of one seed from the same checkpoint, those of another seed from another one."""
+  for seed in (1, 2):
+    for method in ("adamw", "sam"):
+      write_run(tmp_path, method, seed, **continued(seed))
+  report = comparison.compare(read(tmp_path))
+  assert report.group("sam").difference.pairs == 2
+  named = [n for n in report.notes if "started from runs/base-2, step 900, parameters 000" in n]
+  assert len(named) == 2
+  write_run(tmp_path, "func_sam", 2, **continued(2, "other"))
+  with pytest.raises(UsageError, match=r"init_from is runs/(base|other)-2, step 900, parameters"):
+    comparison.compare(read(tmp_path))
+
+
+def test_a_start_from_nothing_is_another_one(tmp_path):
+  write_run(tmp_path, "adamw", 1)
+  write_run(tmp_path, "sam", 2, **continued(2))
+  with pytest.raises(UsageError, match=r"init_from is .*runs/base-2, step 900"):
+    comparison.compare(read(tmp_path))
+
+
+def test_a_run_inside_a_workdir_belongs_to_it(tmp_path):
+  outer = write_run(tmp_path, "adamw", 1)
+  inner = write_run(outer / "finetuned", "adamw", 1, keys={"opt.weight_decay": 0.0})
+  assert [run.path for run in read(tmp_path)] == [outer]
+  assert [run.path for run in read(inner)] == [inner]
+
+
 def test_the_command(tmp_path, capsys):
   for seed in (1, 2):
     write_run(tmp_path, "adamw", seed, 3.5)
