@@ -17,6 +17,7 @@ from nanosam.optim import direction as along
 from nanosam.optim.direction import layerwise, perturbation
 from nanosam.optim.when import NormStatistics
 from nanosam.run import flops
+from nanosam.run.metrics_file import read_metrics
 
 
 def ravelled(tree):
@@ -257,3 +258,9 @@ def test_a_killed_run_resumes_with_its_memory(commands, tmp_path, method):
   commands.train(killed, fault="SIGKILL@step:11", **settings)
   assert commands.train(killed, **settings).code == 0
   assert_same_run(killed, straight)
+  compute = [r["compute"] for r in read_metrics(killed / "metrics.jsonl") if "opt/rho" in r]
+  spent = np.diff(compute, prepend=0)  # each step by what was executed, also across the kill
+  if method == "look_func_sam":
+    assert np.all((spent > 1.5 * spent.min()) == (np.arange(16) % 3 == 0))
+  else:
+    assert np.all(spent == spent[0])
