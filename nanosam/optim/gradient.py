@@ -60,11 +60,7 @@ def estimate(
     if parts > 1:
       loss, uphill, kept = split.ascent(path, parts)
       known = {} if loss is None else {"train/loss": loss}
-    ray = _ray(method, uphill, passes.params, moments._replace(last=memory))
-    eps, usable = perturbation(ray, rho)
-    eps_metrics = _eps_metrics(eps, usable, passes.params, method.opt.perturbed_dtype)
-    # Measured first, so that eps need not outlive the making of theta'.
-    eps, eps_metrics = jax.lax.optimization_barrier((eps, eps_metrics))
+    eps, eps_metrics = _perturbation(method, uphill, passes, moments._replace(last=memory), rho)
     ahead = split
     if path.selects and method.opt.data_share < 1:
       ahead, kept = split.sharpest(eps, kept, method.opt.data_share), Saved()
@@ -72,7 +68,7 @@ def estimate(
     if path.plain:
       gradient = jax.tree.map(lambda a, b: path.plain * a + b, g, gradient)
     metrics = {**_losses(losses), **known, **eps_metrics}
-    return gradient, metrics, eps_metrics[NO_PERTURBATION], when.remember(g, gradient, memory)
+    return gradient, metrics, eps_metrics[NO_PERTURBATION], when.remember(gradient, memory)
 
   def unperturbed() -> tuple[Params, Metrics, jax.Array, Memory]:
     loss, plain = (met["train/loss"], g) if g is not None else passes.first()[:2]
@@ -91,10 +87,61 @@ def estimate(
     due = rho > 0 if due is None else due & (rho > 0)
   if due is None:
     gradient, metrics, share, memory = perturbed()
-  else:  # the second pass is executed where it is due
+    return Estimate(gradient, g, metrics, share, memory)
+  # The second pass is executed where it is due.
+  if g is None or path.plain or path.selects or not path.uses(THERE):
     gradient, metrics, share, memory = jax.lax.cond(due, perturbed, unperturbed)
-    metrics[PERTURBED] = due.astype(share.dtype)
-  return Estimate(gradient, g, metrics, share, memory)
+  else:
+    gradient, metrics, share, memory = _one_or_the_other(
+      due, method, passes, moments, rho, memory, (met["train/loss"], g, saved)
+    )
+  return Estimate(gradient, g, {**metrics, PERTURBED: due.astype(share.dtype)}, share, memory)
+
+
+def _one_or_the_other(
+  due: jax.Array,
+  method: Recipe,
+  passes: Passes,
+  moments: Moments,
+  rho: jax.Array | float,
+  memory: Memory,
+  first: tuple[jax.Array, Params, Saved],
+) -> tuple[Params, Metrics, jax.Array, Memory]:
+  """What follows a first pass: a second one where it is due, else what the row does instead.
+
+  Either way needs theta' or g, not both. What a conditional is given lives until it ends, so it is
+  given one array that is either.
+  """
+  when, (loss, g, saved) = method.when, first
+  eps, eps_metrics = _perturbation(method, g, passes, moments, rho)
+  either = jax.tree.map(lambda p, e, x: jnp.where(due, p + e, x), passes.params, eps, g)
+  if when.holds_gradient:
+    memory = jax.tree.map(lambda x, kept: jnp.where(due, x, kept), g, memory)
+
+  def perturbed(theta: Params, memory: Memory) -> tuple[Params, Metrics, Memory]:
+    gradient, losses = passes.second(method.path, theta, saved, theta)
+    return gradient, {**_losses(losses), "train/loss": loss}, when.remember(gradient, memory)
+
+  def unperturbed(g: Params, memory: Memory) -> tuple[Params, Metrics, Memory]:
+    gradient, memory = when.instead(g, memory, method.opt)
+    if gradient is not g and not isinstance(rho, float):  # a schedule's 0 is for all of it
+      gradient = jax.tree.map(lambda x, y: jnp.where(rho > 0, x, y), gradient, g)
+    names = jax.eval_shape(perturbed, g, memory)[1]
+    return gradient, dict.fromkeys(names, loss), memory
+
+  gradient, losses, memory = jax.lax.cond(due, perturbed, unperturbed, either, memory)
+  metrics = {name: jnp.where(due, x, 0) for name, x in eps_metrics.items()}
+  share = jnp.where(due, eps_metrics[NO_PERTURBATION], 1)
+  return gradient, {**losses, **metrics}, share, memory
+
+
+def _perturbation(
+  method: Recipe, g: Params | None, passes: Passes, moments: Moments, rho: jax.Array | float
+) -> tuple[Params, Metrics]:
+  eps, usable = perturbation(_ray(method, g, passes.params, moments), rho)
+  metrics = _eps_metrics(eps, usable, passes.params, method.opt.perturbed_dtype)
+  # Measured first, so that eps need not outlive the making of theta'.
+  return jax.lax.optimization_barrier((eps, metrics))
 
 
 def _split(passes: Passes, parts: int) -> Passes:

@@ -104,10 +104,13 @@ class Passes:
     chosen = jax.tree.map(lambda x: x[jnp.sort(rows)], self.batch)
     return dataclasses.replace(self, batch=chosen)
 
-  def second(self, path: Path, eps: Params, saved: Saved) -> tuple[Params, dict[str, jax.Array]]:
-    """The path's terms, summed, and the losses met on the way, by site."""
+  def second(
+    self, path: Path, eps: Params, saved: Saved, theta: Params | None = None
+  ) -> tuple[Params, dict[str, jax.Array]]:
+    """The path's terms, summed, and the losses met on the way, by site; `theta` is theta'."""
     # Once for all microbatches: nothing else of the perturbation has to live beside them.
-    theta = jax.tree.map(jnp.add, self.params, eps) if path.uses(THERE) else None
+    if theta is None and path.uses(THERE):
+      theta = jax.tree.map(jnp.add, self.params, eps)
     total = self.total_weight()
 
     def one(x: tuple[Batch, Saved]) -> tuple[Any, None]:

@@ -21,7 +21,7 @@ def _nothing(params: Params) -> Memory:
   return ()
 
 
-def _same(g: Params | None, gradient: Params, memory: Memory) -> Memory:
+def _same(gradient: Params, memory: Memory) -> Memory:
   return memory
 
 
@@ -35,7 +35,8 @@ class When(NamedTuple):
   # Whether this step has one, by the gradient at theta and the updates so far; None: always.
   due: Callable[[Params, Memory, Moments, Any], tuple[jax.Array, Memory]] | None = None
   init: Callable[[Params], Memory] = _nothing
-  remember: Callable[[Params | None, Params, Memory], Memory] = _same  # of g and the row's gradient
+  remember: Callable[[Params, Memory], Memory] = _same  # of the row's gradient
+  holds_gradient: bool = False  # g takes the memory's place during a second pass
   instead: Callable[[Params, Memory, Any], tuple[Params, Memory]] = _plain  # of a second pass
   share: float = 1.0  # of the steps that have one, where that is known beforehand
   needs_count: bool = False  # of the updates made
@@ -73,13 +74,13 @@ def look(opt: Any) -> When:
   def init(params: Params) -> Memory:
     return jax.tree.map(jnp.zeros_like, params)
 
-  def remember(g: Params, gradient: Params, memory: Memory) -> Memory:
+  def remember(gradient: Params, g: Memory) -> Memory:
     square = optax.tree.norm(g, squared=True)
     square = jnp.where(square > 0, square, 1)
     along = optax.tree.vdot(g, gradient) / square
     v = jax.tree.map(lambda x, y: (y - along * x) / jnp.sqrt(square), g, gradient)
     usable = jnp.isfinite(optax.tree.norm(v))  # the guard may put g in the place of a bad gradient
-    return jax.tree.map(lambda new, old: jnp.where(usable, new, old), v, memory)
+    return jax.tree.map(lambda x: jnp.where(usable, x, 0), v)
 
   def instead(g: Params, memory: Memory, opt: Any) -> tuple[Params, Memory]:
     scale, length = optax.tree.norm(g), optax.tree.norm(memory)
@@ -87,7 +88,7 @@ def look(opt: Any) -> When:
       scale = opt.look_alpha * scale / jnp.where(length > 0, length, 1)
     return jax.tree.map(lambda x, v: x + scale * v, g, memory), memory
 
-  return periodic._replace(init=init, remember=remember, instead=instead)
+  return periodic._replace(init=init, remember=remember, instead=instead, holds_gradient=True)
 
 
 class NormStatistics(NamedTuple):
@@ -119,6 +120,6 @@ adaptive = When(
 # The last gradient that went to the base optimizer: of the direction `last`.
 last = When(
   init=lambda params: jax.tree.map(jnp.zeros_like, params),
-  remember=lambda g, gradient, memory: gradient,
+  remember=lambda gradient, memory: gradient,
   instead=lambda g, memory, opt: (g, g),
 )
