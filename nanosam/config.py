@@ -114,6 +114,7 @@ def _opt(method: str, model: ml_collections.ConfigDict) -> ml_collections.Config
   o.wsd_decay_fraction = 0.2  # wsd: the share of all steps that decay
   o.weight_decay = 0.1  # decoupled, times the learning rate
   o.weight_decay_params = ".*"  # regex of parameter paths; "kernel|embed" leaves out the norms
+  o.block_rates = ""  # factors of the rate by path, "embed:10,mlp:6" | published (2502.19002)
   # The base optimizer.
   o.b1 = 0.9  # first moment (adamw, lion, muon's Adam part), momentum (sgd)
   o.b2 = 0.98  # second moment (adamw, muon's Adam part), lion's slow average
@@ -124,7 +125,9 @@ def _opt(method: str, model: ml_collections.ConfigDict) -> ml_collections.Config
   o.average_fraction = 0.1  # tail: the share of all steps that it is the mean of
   # The perturbation.
   o.rho = 0.05  # its radius (adamw has none)
-  o.rho_schedule = "constant"  # constant | warmup | lr (proportional to it) | piecewise
+  o.rho_schedule = (
+    "constant"  # constant | warmup | lr (proportional to it) | late | mid | piecewise
+  )
   o.rho_warmup_steps = o.get_ref("warmup_steps") * 1  # warmup: steps from 0 to rho
   o.rho_pieces = "0.8:1"  # piecewise: fraction of training:factor,...; 0 before the first
   o.phi = math.pi / 4  # angle_sam: 0 = functional path, pi/2 = logit path
@@ -132,6 +135,17 @@ def _opt(method: str, model: ml_collections.ConfigDict) -> ml_collections.Config
   o.precond_variant = "post"  # post (rho is the length of eps) | paper (Eq. 12 to the letter)
   o.precond_power = 1.0  # of Adam's denominator
   o.asam_eta = 0.01  # asam: added to the size of each weight
+  o.rho_scaling = "global"  # global | layer (relative to each layer's natural size, after mu-P^2)
+  o.ascent_fraction = 1.0  # of the batch, that g is computed on for its direction: 1, 1/2, 1/3, ...
+  o.every = 5  # every_*, look_*: steps from one second pass to the next
+  o.look_alpha = 0.7  # look_*: length of the reused part, relative to g; 0 = as it was measured
+  o.ae_start = 1.0  # ae_*: threshold at the start, in standard deviations of |g|^2 over its mean
+  o.ae_end = -1.0  # ae_*: at the end
+  o.ae_decay = 0.9  # ae_*: of the running mean and variance
+  o.rho_max = 1.0  # le_*: the most that eps may be long
+  o.weight_share = 0.5  # esam: of the weights, chosen at random, that are perturbed
+  o.data_share = 0.5  # esam: of the sequences, those whose loss rises most, for the second pass
+  o.top_share = 0.5  # top_sam: of the arrays, those with the longest gradients are perturbed
   o.momentum_sign = 1.0  # momentum_*: 1 = towards higher loss; -1 = as published for Momentum-SAM
   o.perturb_params = ".*"  # regex of the parameter paths that are perturbed
   o.perturb_group = 0  # m-SAM: one perturbation per group of this many sequences; 0 = one for all

@@ -90,7 +90,12 @@ def report(c: ml_collections.ConfigDict, facts: dict[str, Any]) -> str:
     "part(s)",
     f"{facts['topology']}: {facts['devices']} x {facts['device_kind']}, mesh {mesh}",
     "a step, on each device:",
-    f"  arguments    {gib(facts['argument_bytes_per_device'])}",
+    f"  arguments    {gib(facts['argument_bytes_per_device'])}"
+    + (
+      f", of which {gib(memory_of_method)} is what {facts['method']} remembers"
+      if (memory_of_method := facts["memory_of_method_bytes_per_device"])
+      else ""
+    ),
     f"  temporaries  {gib(facts['temp_bytes_per_device'])}",
     f"  peak         {gib(peak)} of {gib(memory)}: "
     + ("fits" if facts["fits"] else f"DOES NOT FIT; {REMEDIES}"),

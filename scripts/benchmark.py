@@ -7,6 +7,7 @@ python scripts/benchmark.py data [--input=GLOB --tokenizer=FILE --workers=2 --re
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import pathlib
@@ -94,7 +95,7 @@ def parser(kind: str) -> Parser:
   add("--dtype", default="float32")
   add("--chunk", type=int, default=32)
   add("--residual", default="auto", help="store, recompute or auto")
-  add("--methods", default=",".join(METHODS))
+  add("--methods", default=",".join(METHODS), help="also METHOD:KEY=VALUE, a key of section opt")
   return p
 
 
@@ -140,19 +141,22 @@ def interleaved(
 class Program:
   """A compiled function with arguments of its own, and what it takes; a call returns seconds."""
 
-  def __init__(self, traced: Any, *arguments: Any, is_step: bool = True):
+  def __init__(self, traced: Any, *arguments: Any, is_step: bool = True, share: float = 1.0):
+    """`share`: of the calls that take the longer way; a call's cost is then a mean over a cycle."""
     self._compiled, self._arguments, self._is_step = traced.lower().compile(), arguments, is_step
-    self.flops = flops.count(traced.jaxpr)
+    self._cycle = round(1 / share)
+    self.flops = flops.mean(traced.jaxpr, share)
     memory = self._compiled.memory_analysis()
     self.temp_bytes = memory.temp_size_in_bytes
     self.peak_bytes = peak_bytes(memory, jax.default_backend())
 
   def __call__(self) -> float:
     start = time.perf_counter()
-    found = jax.block_until_ready(self._compiled(*self._arguments))
-    if self._is_step:  # which takes its state and returns the next
-      self._arguments = found[0], *self._arguments[1:]
-    return time.perf_counter() - start
+    for _ in range(self._cycle):
+      found = jax.block_until_ready(self._compiled(*self._arguments))
+      if self._is_step:  # which takes its state and returns the next
+        self._arguments = found[0], *self._arguments[1:]
+    return (time.perf_counter() - start) / self._cycle
 
 
 # ---- step ----------------------------------------------------------------------------------------
@@ -194,7 +198,9 @@ def measure_steps(args: argparse.Namespace) -> Rows:
 def make_program(name: str, args: argparse.Namespace) -> Program:
   step = make_step(name, args)
   batch = random_batch(step, args)
-  return dense(step, batch) if name == DENSE else Program(step.trace(), step.init(0), batch)
+  if name == DENSE:
+    return dense(step, batch)
+  return Program(step.trace(), step.init(0), batch, share=step.recipe.when.share)
 
 
 def plain_step(grad: Callable[..., Any], tx: Any, params: Any, batch: Any) -> Program:
@@ -211,9 +217,14 @@ def plain_step(grad: Callable[..., Any], tx: Any, params: Any, batch: Any) -> Pr
 
 
 def make_step(name: str, args: argparse.Namespace) -> TrainStep:
-  method = "adamw" if name in (DENSE, UNGUARDED, AVERAGED) else name
+  plain = name in (DENSE, UNGUARDED, AVERAGED)
+  method, _, setting = ("adamw" if plain else name).partition(":")
   c = config_lib.default(size=args.size, method=method)
   c.opt.average = "ema" if name == AVERAGED else "none"
+  if setting:  # func_sam:ascent_fraction=0.25
+    key, _, value = setting.partition("=")
+    errors.need(key in c.opt, f"--methods={name}: there is no key opt.{key}")
+    c.opt[key] = type(c.opt[key])(value)
   c.workdir = "unused"
   c.batch_size = args.batch_size
   c.model.update(L=args.length, dtype=args.dtype)
@@ -242,7 +253,9 @@ class UnguardedStep(TrainStep):
       "opt/param_norm": optax.tree.norm(params),
       "opt/update_norm": optax.tree.norm(updates),
     }
-    return TrainState(state.step + 1, params, opt_state, state.guard), estimated.metrics | norms
+    moved = {"params": params, "opt_state": opt_state}
+    state = dataclasses.replace(state, step=state.step + 1, **moved)
+    return state, estimated.metrics | norms
 
 
 def dense(train_step: TrainStep, batch: Batch) -> Program:

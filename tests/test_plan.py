@@ -199,3 +199,13 @@ def test_the_largest_size_fits_eight_chips_and_a_second_pass_takes_hardly_more()
     # The parameters in bf16, for each pass: gathered forward and back, their gradient scattered.
     least = passes * 3 * 2 * facts["parameters"]
     assert least <= sum(moved.values()) <= 1.10 * least
+
+
+def test_what_a_method_remembers_is_counted_by_device(tiny_config):
+  c = tiny_config
+  found = {}
+  for c.opt.method in ("sam", "look_sam"):
+    step = TrainStep(c, 96, sharding.make_mesh(1, 8))
+    found[c.opt.method] = footprint.remembered(step)
+  shards = map(footprint.shard_bytes, jax.tree.leaves(step.abstract_state.params))
+  assert found == {"sam": 0, "look_sam": sum(shards)}

@@ -84,6 +84,12 @@ class Classifier:
     """Negative log-likelihood of each target, unweighted."""
     return head.token_losses(self.outputs(params, batch), batch.targets_BxL, chunk=self.chunk)
 
+  def example_losses(self, at: head.Point, batch: Batch) -> jax.Array:
+    """The mean over each example's targets; 0 if none counts."""
+    losses_BxL = head.token_losses(at, batch.targets_BxL, chunk=self.chunk)
+    weight_B = jnp.sum(batch.weights_BxL, axis=1)
+    return jnp.sum(batch.weights_BxL * losses_BxL, axis=1) / jnp.where(weight_B > 0, weight_B, 1)
+
   def correct(self, params: Params, batch: Batch) -> jax.Array:
     """Whether each target is the class with the largest logit."""
     return head.correct(self.outputs(params, batch), batch.targets_BxL, chunk=self.chunk)

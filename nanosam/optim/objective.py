@@ -54,6 +54,9 @@ class Objective(Protocol):
   ) -> tuple[jax.Array, jax.Array]:
     """Of the loss, as the outputs move: by the curvature of L, and by the outputs' own."""
 
+  def example_losses(self, at: Outputs, batch: Batch) -> jax.Array:
+    """The loss of each example by itself, [B]."""
+
   def weight(self, batch: Batch) -> jax.Array:
     """How much a batch counts in a mean over several."""
 
@@ -130,6 +133,12 @@ class Dense:
   def loss(self, outputs: Outputs, batch: Batch) -> jax.Array:
     value = self._loss(outputs, batch)
     return value[0] if self._has_aux else value
+
+  def example_losses(self, at: Outputs, batch: Batch) -> jax.Array:
+    def one(z: Outputs, example: Batch) -> jax.Array:
+      return self.loss(*jax.tree.map(lambda x: x[None], (z, example)))
+
+    return jax.vmap(one)(at, batch)
 
   def weight(self, batch: Batch) -> jax.Array:
     if self._weight:

@@ -40,8 +40,9 @@ class Passes:
 
   def first(self, path: Path | None = None) -> tuple[jax.Array, Params, Saved]:
     """Loss and gradient at theta, and what a second pass along `path` will need."""
-    save = path is not None and path.reuses_residual()
-    store = save and self.objective.stores_residual(self.params, self.batch)
+    reuse = path is not None and path.reuses_residual()
+    save = reuse or (path is not None and path.selects)
+    store = reuse and self.objective.stores_residual(self.params, self.batch)
     total = self.total_weight()
 
     def one(micro: Batch) -> tuple[Any, Saved]:
@@ -52,10 +53,64 @@ class Passes:
     (loss, gradient), saved = accumulate(one, self.micros(), self.microbatches)
     return loss, gradient, saved
 
-  def second(self, path: Path, eps: Params, saved: Saved) -> tuple[Params, dict[str, jax.Array]]:
-    """The path's terms, summed, and the losses met on the way, by site."""
+  def ascent(self, path: Path, parts: int) -> tuple[jax.Array | None, Params, Saved]:
+    """The gradient of every `parts`-th example, and what a second pass over all of them will need.
+
+    The others have no backward pass, and no forward pass either if nothing is needed of them. The
+    loss is that of all, None if not all of it was computed. Microbatches are a multiple of `parts`.
+    """
+    save, total = path.reuses_residual(), self.total_weight()
+    store = save and self.objective.stores_residual(self.params, self.batch)
+
+    def forward(micro: Batch) -> tuple[Any, Saved]:
+      outputs = self.objective.outputs(self.params, micro)
+      if not store:
+        return (), Saved(self.objective.save(outputs))
+      pulled = self.objective.pull([(1.0, Source(outputs))], outputs, micro, total, store=True)
+      return pulled.losses[0], Saved(residual=pulled.residual)
+
+    def one(group: Batch) -> tuple[Any, Any]:
+      micro, others = (jax.tree.map(lambda x, i=i: x[i], group) for i in (0, slice(1, None)))
+      loss, gradient, source = self._gradient_at(self.params, micro, total, store)
+      sums = (gradient, self.objective.weight(micro))
+      if not save:
+        return ((), *sums), Saved()
+      saved = Saved(None if store else self.objective.save(source.outputs), source.residual)
+      other_losses, rest = accumulate(forward, others, parts - 1)
+      saved = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), saved, rest)
+      return (jax.tree.map(jnp.add, loss, other_losses) if store else (), *sums), saved
+
+    groups = self.microbatches // parts
+    xs = jax.tree.map(lambda x: x.reshape(groups, parts, *x.shape[1:]), self.micros())
+    (loss, gradient, weight), saved = accumulate(one, xs, groups)
+    saved = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), saved)
+    scale = total / jnp.where(weight > 0, weight, 1)  # to the mean over these examples alone
+    return loss if store else None, jax.tree.map(lambda x: scale * x, gradient), saved
+
+  def sharpest(self, eps: Params, saved: Saved, share: float) -> "Passes":
+    """Passes over the share of the examples whose loss rises most from theta to theta + eps."""
+    theta = jax.tree.map(jnp.add, self.params, eps)
+
+    def one(x: tuple[Batch, Saved]) -> tuple[tuple[()], jax.Array]:
+      micro, saved = x
+      after = self.objective.outputs(theta, micro, perturbed=True)
+      before = self.objective.load(self.params, saved.outputs)
+      losses = (self.objective.example_losses(at, micro) for at in (after, before))
+      return (), jnp.subtract(*losses)
+
+    _, rise_mxb = accumulate(one, (self.micros(), saved), self.microbatches)
+    rise_B = rise_mxb.T.reshape(-1)  # as they lie in the batch
+    _, rows = jax.lax.top_k(rise_B, round(share * rise_B.size))
+    chosen = jax.tree.map(lambda x: x[jnp.sort(rows)], self.batch)
+    return dataclasses.replace(self, batch=chosen)
+
+  def second(
+    self, path: Path, eps: Params, saved: Saved, theta: Params | None = None
+  ) -> tuple[Params, dict[str, jax.Array]]:
+    """The path's terms, summed, and the losses met on the way, by site; `theta` is theta'."""
     # Once for all microbatches: nothing else of the perturbation has to live beside them.
-    theta = jax.tree.map(jnp.add, self.params, eps) if path.uses(THERE) else None
+    if theta is None and path.uses(THERE):
+      theta = jax.tree.map(jnp.add, self.params, eps)
     total = self.total_weight()
 
     def one(x: tuple[Batch, Saved]) -> tuple[Any, None]:

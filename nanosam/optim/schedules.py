@@ -10,7 +10,8 @@ Schedule = Callable[[jax.Array | int], jax.Array]
 
 
 DECAY_TYPES = ("cosine", "linear", "rsqrt", "constant", "wsd")
-RHO_SCHEDULES = ("constant", "warmup", "lr", "piecewise")
+PHASES = {"late": "0.8:1", "mid": "0.4:1,0.6:0"}  # names for pieces: the last fifth, the middle one
+RHO_SCHEDULES = ("constant", "warmup", "lr", "piecewise", *PHASES)
 
 
 def _cosine(progress, peak, final):
@@ -55,7 +56,7 @@ def rho(opt: Any) -> float | Schedule:
 
   `warmup` rises linearly from 0; `lr` is proportional to the learning rate; `piecewise` multiplies
   by the last of `rho_pieces` ("fraction:factor,...") whose fraction of training has passed, and by
-  0 before the first.
+  0 before the first. `late` and `mid` are such pieces by name (PHASES).
   """
   radius = float(opt.rho)
   if opt.rho_schedule == "constant" or radius == 0:
@@ -66,7 +67,7 @@ def rho(opt: Any) -> float | Schedule:
   if opt.rho_schedule == "lr":
     rate, peak = learning_rate(opt), opt.peak_learning_rate
     return lambda step: radius * (rate(step) / peak)
-  parsed = parse_pieces(opt.rho_pieces)
+  parsed = parse_pieces(PHASES.get(opt.rho_schedule, opt.rho_pieces))
   starts = jnp.asarray([round(fraction * opt.num_train_steps) for fraction, _ in parsed])
   factors = jnp.asarray([0.0, *(factor for _, factor in parsed)], jnp.float32)
   return lambda step: radius * factors[jnp.sum(jnp.asarray(step) >= starts)]

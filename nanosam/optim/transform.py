@@ -26,6 +26,18 @@ class Settings(NamedTuple):
   precond_variant: str = "post"
   precond_power: float = 1.0
   asam_eta: float = 0.01
+  every: int = 5
+  look_alpha: float = 0.7
+  ascent_fraction: float = 1.0
+  ae_start: float = 1.0
+  ae_end: float = -1.0
+  ae_decay: float = 0.9
+  num_train_steps: int = 10_000  # ae_*: from ae_start to ae_end
+  rho_scaling: str = "global"
+  rho_max: float = 1.0
+  top_share: float = 0.5
+  weight_share: float = 0.5
+  data_share: float = 0.5
   momentum_sign: float = 1.0
   b2: float = 0.999  # of the Adam in the optimizer state, for the preconditioned methods
   eps: float = 1e-8  # likewise
@@ -34,7 +46,7 @@ class Settings(NamedTuple):
 
 class ValueAndGrad(Protocol):
   def __call__(
-    self, params: Params, batch: Batch, opt_state: Any = (), step: Any = None
+    self, params: Params, batch: Batch, opt_state: Any = (), step: Any = None, memory: Any = None
   ) -> tuple[tuple[jax.Array, Metrics], Params]: ...
 
 
@@ -70,6 +82,8 @@ def value_and_grad(
   Args:
     method: a row of `nanosam.METHODS`. Preconditioned and momentum methods read Adam's moments, or
       SGD's or Lion's momentum, from `opt_state`, inside any chain or mask.
+      Methods that remember something (look_*, stale_*) return it as metrics["memory"]: pass it
+      back as the argument `memory` of the next call. The first call has none.
     rho: the radius, or a schedule of the number of updates, which is Adam's count in `opt_state`
       or the argument `step` of the returned function.
     has_aux: `loss` returns (loss, aux), a tree of numbers that are averaged as the loss is; they
@@ -92,29 +106,36 @@ def value_and_grad(
   if unknown := set(settings) - set(Settings._fields):
     raise MethodError(f"unknown setting '{unknown.pop()}': {', '.join(Settings._fields)}")
   opt = Settings(**settings)
-  direction, path = row(method, opt)
+  direction, path, when = row(method, opt)
   objective: Objective = Dense(outputs, loss, weight, has_aux)
   policies = guard.Policies(perturbed="plain" if fall_back else "skip")
 
   def call(
-    params: Params, batch: Batch, opt_state: Any = (), step: Any = None
+    params: Params, batch: Batch, opt_state: Any = (), step: Any = None, memory: Any = None
   ) -> tuple[tuple[jax.Array, Metrics], Params]:
     _check_functions(outputs, loss, params, batch, has_aux)
     covered = perturb(params) if callable(perturb) else perturb
     moments = base.moments(opt_state)
     radius: jax.Array | float = 0.0
     if direction is not None:
-      radius = rho(_updates(step, moments)) if callable(rho) else float(rho)
-      moments = _needed(method, direction, moments, params, covered)
-    recipe = Recipe(direction, path, opt, base.only(covered))
+      counted = callable(rho) or when.needs_count or direction.needs_count
+      updates: Any = _updates(method, step, moments) if counted else None
+      radius = rho(updates) if callable(rho) else float(rho)
+      moments = _needed(method, direction, moments, params, covered)._replace(updates=updates)
+    recipe = Recipe(direction, path, when, opt, base.only(covered))
     passes = Passes(objective, params, batch, microbatches)
-    estimated = estimate(recipe, passes, moments, radius)
+    before = when.init(params) if memory is None else memory
+    estimated = estimate(recipe, passes, moments, radius, before)
     metrics, aux = _without_aux(estimated.metrics, has_aux)
     verdict = guard.judge(policies, estimated._replace(metrics=metrics), guard.Counts.zero())
     value = metrics.get("train/loss", metrics.get("train/loss_perturbed"))
     assert value is not None
     counts = {f"guard/{name}": n for name, n in verdict.counts._asdict().items()}
     metrics = {**metrics, **counts, **aux, "opt/rho": jnp.asarray(radius)}
+    if when.remembers:
+      metrics["memory"] = jax.tree.map(
+        lambda new, old: jnp.where(verdict.accept, new, old), estimated.memory, before
+      )
     return (value, metrics), verdict.gradient
 
   return call
@@ -140,11 +161,14 @@ def _check_functions(
     raise MethodError(f"loss must return a scalar, not shape {shape}: take a mean over the batch")
 
 
-def _updates(step: Any, moments: Moments) -> Any:
+def _updates(method: str, step: Any, moments: Moments) -> Any:
   if step is not None:
     return step
   if moments.nu is None:
-    raise MethodError("rho is a schedule, and opt_state has no count: pass step=UPDATES")
+    raise MethodError(
+      f"{method}, or its rho, depends on the number of updates, and opt_state has no count: pass "
+      "step=UPDATES"
+    )
   return moments.steps
 
 

@@ -45,6 +45,12 @@ def count(jaxpr: Any, branch: Callable[[Iterable[int]], int] = max) -> int:
   return _count(jaxpr, branch)
 
 
+def mean(jaxpr: Any, share: float) -> float:
+  """FLOPs of a step on average, if this share of the steps takes the longer way."""
+  least = count(jaxpr, branch=min)
+  return least + share * (count(jaxpr) - least)
+
+
 def _count(jaxpr: Any, branch: Callable[[Iterable[int]], int]) -> int:
   jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
   total = 0

@@ -84,11 +84,17 @@ def measure(
     "peak_bytes_per_device": peak,
     "hbm_bytes_per_device": hbm_bytes,
     "fits": peak <= hbm_bytes,
-    "flops_per_device": flops.count(traced.jaxpr) / len(devices),
+    "memory_of_method_bytes_per_device": remembered(train_step),
+    "flops_per_device": train_step.mean_flops(traced) / len(devices),
     "collective_bytes_per_device": None if moved is None else sum(moved.values()),
     "collective_bytes_by_kind": moved,  # None: the compiler gave up for want of memory
     "compile_seconds": time.monotonic() - start,
   }
+
+
+def remembered(train_step: TrainStep) -> int:
+  """Bytes of what the method remembers from step to step; part of the arguments."""
+  return sum(map(shard_bytes, jax.tree.leaves(train_step.abstract_state.memory)))
 
 
 def compile_step(traced: Any, train_step: TrainStep) -> tuple[int, int, dict[str, int] | None]:

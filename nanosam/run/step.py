@@ -1,5 +1,6 @@
 """The train step and its state, as pure functions: the same for one core and for a pod."""
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -17,6 +18,7 @@ from nanosam.optim import base, guard, methods, schedules
 from nanosam.optim.gradient import Estimate, Metrics, Recipe, estimate, estimate_by_group
 from nanosam.optim.methods import MethodError
 from nanosam.optim.passes import Passes
+from nanosam.run import flops
 from nanosam.system.errors import UsageError
 
 
@@ -26,6 +28,12 @@ class TrainState:
   params: Params
   opt_state: optax.OptState
   guard: guard.Counts
+  memory = ()  # no field: the checkpoints of methods that remember nothing stay as they were
+
+
+@flax.struct.dataclass
+class RememberingState(TrainState):
+  memory: Any = ()  # of the method, for its next step
 
 
 def make_recipe(opt: ml_collections.ConfigDict, params: Params) -> Recipe:
@@ -61,7 +69,10 @@ class TrainStep:
 
   def _init(self, key: jax.Array) -> TrainState:
     params = self._init_params(key)
-    return TrainState(jnp.zeros((), jnp.int32), params, self.base.init(params), guard.Counts.zero())
+    fields = (jnp.zeros((), jnp.int32), params, self.base.init(params), guard.Counts.zero())
+    if self.recipe.when.remembers and self.rho != 0:  # with 0 it is the plain program
+      return RememberingState(*fields, self.recipe.when.init(params))
+    return TrainState(*fields)
 
   def init(self, seed: int) -> TrainState:
     with jax.set_mesh(self.mesh):
@@ -74,11 +85,12 @@ class TrainStep:
     verdict = guard.judge(self.config.guard, estimated, state.guard)
     updates, opt_state = self.base.update(verdict.gradient, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    params, opt_state = jax.tree.map(
+    params, opt_state, memory = jax.tree.map(
       lambda new, old: jnp.where(verdict.accept, new, old),
-      (params, opt_state),
-      (state.params, state.opt_state),
+      (params, opt_state, estimated.memory),
+      (state.params, state.opt_state, state.memory),
     )
+    remembered = {"memory": memory} if isinstance(state, RememberingState) else {}
     metrics = {
       **estimated.metrics,
       **{f"guard/{name}": count for name, count in verdict.counts._asdict().items()},
@@ -90,18 +102,23 @@ class TrainStep:
       "opt/update_norm": optax.tree.norm(updates),
       **{f"grad_norm/{group}": norm for group, norm in verdict.norms.items()},
     }
-    return TrainState(state.step + 1, params, opt_state, verdict.counts), metrics
+    moved = dict(params=params, opt_state=opt_state, guard=verdict.counts, **remembered)
+    return dataclasses.replace(state, step=state.step + 1, **moved), metrics
 
   def _estimate(self, state: TrainState, batch: Batch) -> tuple[Estimate, jax.Array | float]:
-    c = self.config
-    rho = self.rho if isinstance(self.rho, float) else self.rho(base.updates_made(state.opt_state))
+    c, updates = self.config, base.updates_made(state.opt_state)
+    rho = self.rho if isinstance(self.rho, float) else self.rho(updates)
     if self.recipe.direction is None:
       rho = 0.0
-    moments = base.moments(state.opt_state)
+    moments = base.moments(state.opt_state)._replace(updates=updates)
     passes = Passes(self.model, state.params, batch, c.grad_accumulation_steps)
     if c.opt.perturb_group:
       return estimate_by_group(self.recipe, passes, moments, rho, c.opt.perturb_group), rho
-    return estimate(self.recipe, passes, moments, rho), rho
+    return estimate(self.recipe, passes, moments, rho, state.memory), rho
+
+  def mean_flops(self, traced: Any) -> float:
+    """Of one step; a second pass counts as often as it is known to be due, else always."""
+    return flops.mean(traced.jaxpr, self.recipe.when.share)
 
   def abstract_batch(self) -> Batch:
     c, one, L = self.config, self._network.example(), (self.config.model.L,)

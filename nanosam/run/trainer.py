@@ -16,6 +16,7 @@ from nanosam.data.sources import Source, eval_set, merge_states, source_of
 from nanosam.model import sharding
 from nanosam.model.transformer import non_embedding_count
 from nanosam.optim import base
+from nanosam.optim.gradient import PERTURBED
 from nanosam.optim.guard import Counts, must_abort
 from nanosam.run import flops, health, record, runtime
 from nanosam.run.checkpoint import Checkpoints, found_steps
@@ -160,7 +161,7 @@ class Trainer:
     self.say(f"{c.opt.method} on {mesh.size} x {kind}; compiling the step")
     traced = self.train_step.trace()
     self.flops = flops.count(traced.jaxpr)
-    self.flops_unperturbed = flops.count(traced.jaxpr, branch=min)  # while rho is 0
+    self.flops_unperturbed = flops.count(traced.jaxpr, branch=min)  # without a second pass
     self.compiled = traced.lower().compile()
     params = self.train_step.abstract_params
     overview = parameter_overview.get_parameter_overview(params, include_stats=False)
@@ -267,8 +268,9 @@ class Trainer:
     loss = float(metrics.get("train/loss", metrics.get("train/loss_perturbed")))
     if spike := self.spikes.update(loss):
       self.say(f"warning: step {step}: {spike}")
-    perturbed = metrics["opt/rho"] > 0
-    self.meter.step(int(tokens), self.flops if perturbed else self.flops_unperturbed)
+    perturbed = float(metrics.get(PERTURBED, 1))  # m-SAM: of the groups, some
+    least = self.flops_unperturbed
+    self.meter.step(int(tokens), least + perturbed * (self.flops - least))
     if step % self.c.log_every_steps == 0 or step in (1, self.c.opt.num_train_steps):
       if self.checkpoints:
         self.checkpoints.check()  # a save that failed in the background

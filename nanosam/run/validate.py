@@ -10,8 +10,8 @@ from nanosam.model.classifier import NETWORKS
 from nanosam.model.transformer import ACTIVATIONS, ATTENTIONS
 from nanosam.model.vision import POOLINGS
 from nanosam.optim import methods, schedules
-from nanosam.optim.base import AVERAGES, BASES
-from nanosam.optim.direction import VARIANTS
+from nanosam.optim.base import AVERAGES, BASES, parse_block_rates
+from nanosam.optim.direction import RHO_SCALINGS, VARIANTS
 from nanosam.run.log import WANDB_MODES
 from nanosam.run.profiling import parse_steps
 from nanosam.system.errors import UsageError, need
@@ -28,6 +28,7 @@ CHOICES = {
   "opt.average": AVERAGES,
   "opt.decay_type": schedules.DECAY_TYPES,
   "opt.rho_schedule": schedules.RHO_SCHEDULES,
+  "opt.rho_scaling": RHO_SCALINGS,
   "opt.angle_form": ("exact", "short"),
   "opt.precond_variant": VARIANTS,
   "opt.perturbed_dtype": ("float32", "bfloat16"),
@@ -38,15 +39,17 @@ CHOICES = {
 AT_LEAST_ONE = """
   model.D model.H model.L model.N model.F model.image_size model.patch_size batch_size
   grad_accumulation_steps opt.num_train_steps eval_every_steps eval_steps eval_batch_size
-  diagnostics.batch_size log_every_steps checkpoint_every_steps max_to_keep cluster.timeout
+  opt.every diagnostics.batch_size log_every_steps checkpoint_every_steps max_to_keep
+  cluster.timeout
 """.split()
 NOT_NEGATIVE = """
-  seed data_seed head.chunk opt.rho opt.rho_warmup_steps opt.perturb_group opt.asam_eta opt.eps
+  seed data_seed head.chunk opt.rho opt.rho_warmup_steps opt.look_alpha opt.rho_max
+  opt.perturb_group opt.asam_eta opt.eps
   opt.peak_learning_rate opt.init_learning_rate opt.final_learning_rate opt.warmup_steps
   opt.weight_decay opt.clip_by_global_norm guard.max_skips guard.spike
   model.head_scale data.classes data.workers data.prefetch diagnostics.every cluster.num_processes
 """.split()
-BELOW_ONE = ("opt.b1", "opt.b2", "opt.wsd_decay_fraction", "opt.average_decay")
+BELOW_ONE = ("opt.b1", "opt.b2", "opt.wsd_decay_fraction", "opt.average_decay", "opt.ae_decay")
 REGEXES = ("opt.weight_decay_params", "opt.perturb_params")
 
 
@@ -120,10 +123,18 @@ def _multiples(value: int, of: int) -> str:
 def _method(c: ml_collections.ConfigDict) -> None:
   o = c.opt
   try:
-    direction, path = methods.resolve(o)
+    found = methods.resolve(o)
   except methods.MethodError as e:
     raise UsageError(str(e)) from e
+  direction, path, _ = found
   need(0 < o.average_fraction <= 1, f"opt.average_fraction={o.average_fraction} must lie in (0, 1]")
+  for name in ("top_share", "weight_share", "data_share"):
+    need(0 < o[name] <= 1, f"opt.{name}={o[name]} must lie in (0, 1]")
+  if o.block_rates:
+    try:
+      parse_block_rates(o.block_rates)
+    except (ValueError, re.error) as e:
+      raise UsageError(f"opt.block_rates={o.block_rates}: {e}") from e
   need(0 <= o.phi <= math.pi / 2, f"opt.phi={o.phi} must lie in [0, pi/2]")
   need(
     o.method != "momentum_precond_func_sam" or o.precond_variant == "post",
@@ -136,16 +147,7 @@ def _method(c: ml_collections.ConfigDict) -> None:
       schedules.parse_pieces(o.rho_pieces)
     except ValueError as e:
       raise UsageError(f"opt.rho_pieces={o.rho_pieces}: {e}") from e
-  if o.perturb_group:
-    need(
-      c.grad_accumulation_steps == 1,
-      "opt.perturb_group already goes through the batch group by group: set "
-      "grad_accumulation_steps=1",
-    )
-    need(
-      c.batch_size % o.perturb_group == 0,
-      f"batch_size={c.batch_size} is not divisible by opt.perturb_group={o.perturb_group}",
-    )
+  _parts_of_the_batch(c, found)
   if c.model.attention == "cudnn":
     need(
       "float32" not in (c.model.dtype, o.perturbed_dtype),
@@ -159,8 +161,63 @@ def _method(c: ml_collections.ConfigDict) -> None:
   )
 
 
+def _parts_of_the_batch(c: ml_collections.ConfigDict, found: methods.Row) -> None:
+  """Whether groups, microbatches and what a method takes of a batch go together."""
+  o = c.opt
+  if found.direction and (parts := methods.ascent_parts(o)) > 1:
+    micro = c.grad_accumulation_steps
+    need(
+      max(parts, micro) % min(parts, micro) == 0,
+      f"opt.ascent_fraction=1/{parts} with grad_accumulation_steps={micro}: one of the two numbers "
+      "must divide the other",
+    )
+    need(
+      not o.perturb_group, "opt.ascent_fraction is for one perturbation: set opt.perturb_group=0"
+    )
+    need(
+      c.guard.perturbed != "plain",
+      "guard.perturbed=plain needs the gradient of the whole batch at theta, which "
+      f"opt.ascent_fraction=1/{parts} never computes",
+    )
+  need(
+    not found.path.selects or not o.perturb_group,
+    f"{o.method} chooses from the whole batch: set opt.perturb_group=0",
+  )
+  if o.perturb_group:
+    need(
+      not found.when.remembers,
+      f"opt.perturb_group has a perturbation for each group, and {o.method} remembers one: set "
+      "opt.perturb_group=0",
+    )
+    need(
+      c.grad_accumulation_steps == 1,
+      "opt.perturb_group already goes through the batch group by group: set "
+      "grad_accumulation_steps=1",
+    )
+    need(
+      c.batch_size % o.perturb_group == 0,
+      f"batch_size={c.batch_size} is not divisible by opt.perturb_group={o.perturb_group}",
+    )
+
+
 def check_devices(c: ml_collections.ConfigDict, shards: int) -> None:
   """What can only be checked once the number of devices is known."""
+  ascent = 1 if methods.METHODS[c.opt.method].direction is None else methods.ascent_parts(c.opt)
+  split = max(c.grad_accumulation_steps, ascent)
+  need(
+    c.batch_size % (split * shards) == 0 or ascent == 1,
+    f"opt.ascent_fraction=1/{ascent} of batch_size={c.batch_size} leaves no whole sequence, or "
+    f"unequal numbers, on {shards} devices: use a larger fraction, or batch_size="
+    f"{_multiples(c.batch_size, split * shards)}",
+  )
+  if c.opt.method in methods.METHODS and methods.row(c.opt.method, c.opt).path.selects:
+    chosen, of = round(c.opt.data_share * c.batch_size), shards * c.grad_accumulation_steps
+    need(
+      chosen and chosen % of == 0,
+      f"opt.data_share={c.opt.data_share} of batch_size={c.batch_size} is {chosen} sequences, "
+      f"which do not divide over {shards} devices and {c.grad_accumulation_steps} microbatches: "
+      f"make it {_multiples(chosen, of)}",
+    )
   micro = c.opt.perturb_group or c.batch_size // c.grad_accumulation_steps
   key = "opt.perturb_group" if c.opt.perturb_group else "batch_size"
   parts = 1 if c.opt.perturb_group else c.grad_accumulation_steps

@@ -31,6 +31,22 @@ STYLES = {
   "momentum_sam": (BROWN, "p"),
   "logit_sam": (PINK, "h"),
   "asam": (BROWN, "d"),
+  "esam": (RED, "1"),
+}
+# Cheaper variants have the colour of their method.
+_VARIANTS = {
+  "every": "<",
+  "look": ">",
+  "ae": "*",
+  "stale": "x",
+  "le": "+",
+  "top": "2",
+  "random": ".",
+}
+STYLES |= {
+  f"{kind}_{name}": (STYLES[name][0], marker)
+  for kind, marker in _VARIANTS.items()
+  for name in ("sam", "func_sam", "precond_func_sam")
 }
 OTHER = (PINK, "X")
 # Replacements on a dark page.

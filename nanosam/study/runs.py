@@ -24,7 +24,8 @@ FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
 
 # Keys without effect where nothing is perturbed.
 _OF_PERTURBATION = re.compile(
-  r"opt\.(rho.*|phi|angle_form|precond_.*|asam_eta|momentum_sign|perturb.*)"
+  r"opt\.(rho.*|phi|angle_form|precond_.*|asam_eta|momentum_sign|perturb.*|every|look_alpha"
+  r"|ascent_fraction|ae_.*|(weight|data|top)_share)"
 )
 
 

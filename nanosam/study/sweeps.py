@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from nanosam import config as config_lib
-from nanosam.optim.methods import METHODS
+from nanosam.optim.methods import row
 from nanosam.run.record import CONFIG_FILE
 from nanosam.run.validate import validate
 from nanosam.study import runs as runs_lib
@@ -102,8 +102,8 @@ class Job(NamedTuple):
   @property
   def cost(self) -> float:
     """How long it takes, next to others: tokens, times parameters, times gradients a step."""
-    direction = METHODS[self.config.opt.method].direction
-    gradients = 2 if direction and direction.needs_gradient else 1
+    direction, _, when = row(self.config.opt.method, self.config.opt)
+    gradients = 1 + when.share if direction and direction.needs_gradient else 1
     parameters = config_lib.parameter_counts(self.config, self.config.data.vocab_size)["total"]
     return float(self.tokens * parameters * gradients)
 

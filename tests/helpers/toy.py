@@ -23,7 +23,9 @@ def settings(method, **changes):
   defaults = dict(
     method=method, base="adamw", b1=0.9, b2=0.98, eps=1e-9, phi=math.pi / 4, angle_form="exact",
     precond_variant="post", precond_power=1.0, asam_eta=0.01, momentum_sign=1.0,
-    perturbed_dtype="float32",
+    every=5, look_alpha=0.7, ascent_fraction=1.0, ae_start=1.0, ae_end=-1.0, ae_decay=0.9,
+    num_train_steps=10, rho_scaling="global", rho_max=1.0, top_share=0.5, weight_share=1.0,
+    data_share=1.0, perturbed_dtype="float32",
   )  # fmt: skip
   return SimpleNamespace(**defaults | changes)
 
@@ -57,22 +59,23 @@ def setting(tied=True):
   keys = iter(jax.random.split(jax.random.key(0), 20))
   params = jax.tree.map(lambda x: 0.5 * x, noise())
   params["scale"] += 1
-  moments = Moments(noise(), jax.tree.map(lambda x: 0.01 * x**2, noise()), 7)
+  moments = Moments(noise(), jax.tree.map(lambda x: 0.01 * x**2, noise()), 7, updates=0)
   return params, random_batch(0, B, L, V), moments
 
 
-def run(name, params, batch, moments, rho, *, model=None, micro=1, group=0, **changes):
+def run(name, params, batch, moments, rho, *, model=None, micro=1, group=0, memory=None, **changes):
   method = make_method(name, **changes)
   model = model or toy()
+  memory = method.when.init(params) if memory is None else memory
 
   @jax.jit
-  def go(params, batch, moments):
+  def go(params, batch, moments, memory):
     passes = Passes(model, params, batch, micro)
     if group:
       return estimate_by_group(method, passes, moments, rho, group)
-    return estimate(method, passes, moments, rho)
+    return estimate(method, passes, moments, rho, memory)
 
-  return go(params, batch, moments)
+  return go(params, batch, moments, memory)
 
 
 def loss_fn(params, batch, model=None):

@@ -133,3 +133,26 @@ def test_a_rejected_step_does_not_enter_the_average(tiny_config):
   jax.tree.map(
     np.testing.assert_array_equal, base.averaged(state.opt_state), base.averaged(good.opt_state)
   )
+
+
+def test_block_rates_multiply_the_learning_rate_and_its_decay(tiny_config):
+  """After one step of each: every parameter has moved by its factor."""
+  o, params = tiny_config.opt, make_step(tiny_config).init(0).params
+  g = jax.tree.map(lambda x: x + 0.1, params)
+
+  def moved():
+    tx = base.make_base(o, params)
+    return tx.update(g, tx.init(params), params)[0]
+
+  plain = moved()
+  o.block_rates = "published"
+  factors = {"query": 8, "key": 8, "value": 4, "out": 4, "up": 6, "down": 6}
+  layer = {"attention": {}, "mlp": {}, "norm1": {"scale": 1}, "norm2": {"scale": 1}}
+  for name, factor in factors.items():
+    layer["mlp" if name in ("up", "down") else "attention"][name] = {"kernel": factor}
+  expected = {"embed": 10, "pos_embed": 10, "out_norm": {"scale": 1}, "layer_0": layer}
+  found = jax.tree.map(lambda a, b: float(jnp.mean(a / b)), moved(), plain)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+  o.block_rates = "mpl:6"
+  with pytest.raises(base.MethodError, match="matches no parameter"):
+    moved()

@@ -40,6 +40,8 @@ def test_rho_schedules(tiny_config):
   np.testing.assert_allclose(at("lr", 0, 10, 100), [0.04, 0.4, 0.04], rtol=1e-5)
   o.rho_pieces = "0.5:1,0.8:0.5"
   np.testing.assert_allclose(at("piecewise", 49, 50, 79, 80), [0, 0.4, 0.4, 0.2], rtol=1e-6)
+  np.testing.assert_allclose(at("late", 0, 79, 80, 99), [0, 0, 0.4, 0.4], rtol=1e-6)
+  np.testing.assert_allclose(at("mid", 39, 40, 59, 60), [0, 0.4, 0.4, 0], rtol=1e-6)
 
 
 def test_static_zero_is_adamws_trajectory_bit_for_bit(tiny_config):

@@ -255,3 +255,25 @@ def test_products_and_tau_of_any_model(x64):
   close(HG, by_loss, rtol=1e-9, atol=1e-12)
   found = nanosam.tau(outputs, loss, params, BATCH)
   np.testing.assert_allclose(sum(found), 1, rtol=1e-9)
+
+
+def test_what_a_method_remembers_goes_out_and_in():
+  params, tx = PARAMS, optax.sgd(0.1)
+  grad = jax.jit(nanosam.value_and_grad(outputs, loss, method="stale_sam", rho=0.1))
+  memory, before = None, None
+  for _ in range(2):
+    (_, metrics), g = grad(params, BATCH, memory=memory)
+    if before is None:
+      expected = jax.grad(objective)(params)  # the first step has nothing to go by
+    else:
+      scale = 0.1 / optax.tree.norm(before)
+      there = jax.tree.map(lambda p, d, scale=scale: p + scale * d, params, before)
+      expected = jax.grad(objective)(there)
+    close(g, expected, rtol=1e-4, atol=1e-6)
+    memory, before = metrics["memory"], g
+    params = optax.apply_updates(params, tx.update(g, tx.init(params))[0])
+  bad = {**BATCH, "x": BATCH["x"] * jnp.nan}
+  (_, metrics), _ = grad(params, bad, memory=memory)
+  close(metrics["memory"], memory)
+  with pytest.raises(nanosam.MethodError, match="pass step="):
+    nanosam.value_and_grad(outputs, loss, method="look_sam")(params, BATCH)
