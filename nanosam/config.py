@@ -151,13 +151,14 @@ def _guard() -> ml_collections.ConfigDict:
 
 def _data() -> ml_collections.ConfigDict:
   d = ml_collections.ConfigDict()
-  # Text: embedded | tokens:DIR (prepared) | tfds:NAME or tfds:DIR (on the fly); images: digits |
-  # images:DIR (DIR/train/CLASS/*.jpg) | tfds:NAME or tfds:DIR.
+  # Text: embedded | tokens:DIR (prepared) | text:FILE_OR_FOLDER (prepared on first use) | tfds:NAME
+  # or tfds:DIR (on the fly); images: digits | images:DIR (DIR/train/CLASS/*.jpg) | tfds:...
   d.source = "embedded"
-  d.vocab_size = 4096  # of the tokenizer trained on the embedded corpus
+  d.vocab_size = 4096  # of the tokenizer trained on embedded; on text:... at most, if it is small
   d.data_dir = ""  # where tfds:NAME is stored
-  d.tokenizer = ""  # SentencePiece model for tfds:...; "" = the one beside the data
-  d.text_field = "text"  # of tfds:... records
+  d.tokenizer = ""  # SentencePiece model for text: and tfds:; "" = its own, or the one beside it
+  d.text_field = "text"  # of text: and tfds: records
+  d.border = "file"  # what ends a document in .txt of text:...: file | line | blank_line | a marker
   d.classes = 0  # of images: merged into so many (their number modulo it); 0 = as they are
   d.repeat = False  # start another epoch when the data ends, instead of failing
   d.mask_documents = False  # neither attend nor predict across document borders
