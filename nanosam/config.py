@@ -105,7 +105,7 @@ def _opt(method: str, model: ml_collections.ConfigDict) -> ml_collections.Config
   o.method = method  # a row of METHODS in nanosam/optim/methods.py
   o.base = "adamw"  # adamw | sgd | lion | adafactor | muon
   # Learning rate and weight decay.
-  o.num_train_steps = 10_000
+  o.num_train_steps = 10_000  # updates
   o.peak_learning_rate = 1e-3
   o.init_learning_rate = o.get_ref("peak_learning_rate") * 0.1
   o.final_learning_rate = o.get_ref("peak_learning_rate") * 0.1
@@ -315,9 +315,7 @@ def from_command_line(argv: list[str]) -> ml_collections.ConfigDict:
   for word in words:
     flag, equals, value = word.partition("=")
     if not re.fullmatch(r"--?config(\..+)?", flag):
-      raise UsageError(
-        f"unknown argument '{word}': usage: --config=FILE.py[:k=v,...] [--config.KEY=VALUE ...]"
-      )
+      raise UsageError(f"unknown argument '{word}': {_key_meant(flag, value)}")
     if not equals:
       value = next(words, "")
     key = flag.lstrip("-").removeprefix("config").removeprefix(".")
@@ -331,6 +329,15 @@ def from_command_line(argv: list[str]) -> ml_collections.ConfigDict:
   for key, value in overrides:
     override(config, key, value)
   return config
+
+
+def _key_meant(flag: str, value: str) -> str:
+  """For --workdir=X or --rho=0.1."""
+  name = flag.lstrip("-")
+  for key in flat(default()):
+    if key == name or key.endswith(f".{name}"):
+      return f"did you mean --config.{key}={value or 'VALUE'}?"
+  return "usage: --config=FILE.py[:k=v,...] [--config.KEY=VALUE ...]"
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ import contextlib
 
 from nanosam import config as config_lib
 from nanosam.curvature.diagnostics import Diagnostics
+from nanosam.run import usage
 from nanosam.run.cluster import joined
 from nanosam.run.trainer import open_trainer
 from nanosam.run.validate import validate
@@ -17,9 +18,7 @@ from nanosam.system.signals import StopRequest
 
 def main(argv: list[str]) -> None:
   if {"-h", "--help"} & {*argv[1:]}:
-    keys = config_lib.flat(config_lib.default()).items()
-    print(f"{__doc__}\nKeys and their defaults; nanosam/config.py explains each:")
-    return print("\n".join(f"  --config.{key}={value}" for key, value in keys))
+    return print(f"{__doc__}\n{usage.text()}")
   c = config_lib.from_command_line(argv)
   validate(c)
   with StopRequest() as stop, joined(c.cluster, stop) as hosts:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -162,6 +163,7 @@ class Trainer:
       self.diagnostics = make_diagnostics(self.train_step, self.source)
     self.profiler = Profiler(self.workdir.files, c.profile_steps if first else "", say=self.say)
     self.spikes = health.SpikeDetector(c.guard.spike)
+    self.perturbations = health.PerturbationCheck()
     peak = flops.peak_flops(mesh.devices.flat[0].device_kind)
     self.meter = Meter(self.cost, peak * mesh.size if peak else None)  # it adds to the cost
 
@@ -206,6 +208,9 @@ class Trainer:
     if not self.finished():
       again = "resume" if self.c.checkpoint else "start over (config.checkpoint is off)"
       raise Interrupted(f"stopped at step {self.at.step}; run the same command to {again}")
+    uniform = math.log(self.source.outputs)
+    if self.at.last_eval_loss > uniform:
+      self.say(f"warning: the eval loss is above {uniform:.2f}, which guessing has")
     self.say(f"finished: {self.workdir}")
 
   def finished(self) -> bool:
@@ -254,6 +259,8 @@ class Trainer:
     loss = float(metrics.get("train/loss", metrics.get("train/loss_perturbed")))
     if spike := self.spikes.update(loss):
       self.say(f"warning: step {step}: {spike}")
+    for problem in self.perturbations.update(metrics):
+      self.say(f"warning: step {step}: {problem}")
     perturbed = metrics["opt/rho"] > 0
     self.meter.step(int(tokens), self.flops if perturbed else self.flops_unperturbed)
     if step % self.c.log_every_steps == 0 or step in (1, self.c.opt.num_train_steps):
