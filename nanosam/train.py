@@ -1,13 +1,15 @@
 """Trains a model of text or images.
 
-python -m nanosam.train --config=configs/FILE.py[:k=v,...] [--config.KEY=VALUE ...]
+python -m nanosam.train --config=configs/FILE.py[:k=v,...] [--config.KEY=VALUE ...] [--dry_run]
+
+--dry_run checks the config and the data like a run, and says what the run would be and cost.
 """
 
 import contextlib
 
 from nanosam import config as config_lib
 from nanosam.curvature.diagnostics import Diagnostics
-from nanosam.run import usage
+from nanosam.run import dry_run, usage
 from nanosam.run.cluster import joined
 from nanosam.run.trainer import open_trainer
 from nanosam.run.validate import validate
@@ -15,11 +17,15 @@ from nanosam.run.workdir import open_workdir
 from nanosam.system import errors
 from nanosam.system.signals import StopRequest
 
+DRY_RUN = "--dry_run"
+
 
 def main(argv: list[str]) -> None:
   if {"-h", "--help"} & {*argv[1:]}:
     return print(f"{__doc__}\n{usage.text()}")
-  c = config_lib.from_command_line(argv)
+  c = config_lib.from_command_line([word for word in argv if word != DRY_RUN])
+  if DRY_RUN in argv:
+    return print(dry_run.describe(dry_run.facts(c)))
   validate(c)
   with StopRequest() as stop, joined(c.cluster, stop) as hosts:
     with stop.nothing_to_save():
