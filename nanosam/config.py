@@ -92,7 +92,7 @@ def _model(size: str) -> ml_collections.ConfigDict:
   m.dtype = "bfloat16"  # of matrix products; parameters, softmax and residual stream stay fp32
   m.remat = False  # recompute each layer in the backward pass
   m.scan_layers = False  # compile one layer instead of N
-  m.attention = "plain"  # plain | xla | cudnn
+  m.attention = "plain"  # plain | xla | cudnn | auto (cudnn where it works, else xla)
   m.image_size = 32  # vit: pixels of a side
   m.patch_size = 4  # vit: likewise
   m.pooling = "mean"  # vit: mean (of the patches) | token (a class token)
@@ -255,6 +255,17 @@ def arguments(text: str | None, **defaults: Any) -> dict[str, Any]:
       raise UsageError(f"config argument '{item}': write {key}=VALUE")
     values[key] = _parse(key, value, defaults[key])
   return values
+
+
+def microbatches(batch_size: int, micro: int) -> int:
+  """How many parts of `micro` sequences a batch has."""
+  if micro < 1 or batch_size % micro:
+    divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+    near = sorted(divisors, key=lambda n: abs(n - micro))[:2]
+    raise UsageError(
+      f"micro={micro} does not divide a batch of {batch_size}: {min(near)} or {max(near)} would"
+    )
+  return batch_size // micro
 
 
 def _parse(key: str, text: str, default: Any) -> Any:

@@ -21,7 +21,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "gelu": jax.nn.gelu,
   "relu": jax.nn.relu,
 }
-ATTENTIONS = ("plain", "xla", "cudnn")
+ATTENTIONS = ("auto", "plain", "xla", "cudnn")  # auto: see nanosam/run/attention.py
 
 kernel_init = nn.initializers.xavier_uniform()
 embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)

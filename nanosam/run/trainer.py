@@ -145,7 +145,8 @@ class Trainer:
     self.eval_data = eval_set(self.source, c)
     self.evaluator = Evaluator(self.train_step.model, self.eval_data, c.eval_batch_size, mesh)
     kind = mesh.devices.flat[0].device_kind
-    self.say(f"{c.opt.method} on {mesh.size} x {kind}; compiling the step")
+    by = f" with {self.train_step.attention} attention" if c.model.attention == "auto" else ""
+    self.say(f"{c.opt.method} on {mesh.size} x {kind}{by}; compiling the step")
     traced = self.train_step.trace()
     self.flops = flops.count(traced.jaxpr)
     self.flops_unperturbed = flops.count(traced.jaxpr, branch=min)  # while rho is 0
