@@ -124,7 +124,11 @@ class Trainer:
     if c.checkpoint:
       self.checkpoints = Checkpoints(workdir.home, c.max_to_keep, say=self.say, hosts=hosts)
     if hosts.first:
-      _check_workdir(c, workdir, self.checkpoints.steps() if self.checkpoints else [])
+      steps = self.checkpoints.steps() if self.checkpoints else []
+      _check_workdir(c, workdir, steps)
+      if steps and record.has_record(workdir.files):
+        record.check_data(workdir.files, c.data.source, self.source.fingerprint)
+    stop.saved = lambda: bool(found_steps(workdir.home))
     abstract = self.train_step.abstract_state
     if self.checkpoints and (restored := self.checkpoints.restore_newest(abstract)):
       self.stream.restore(restored.run["data"])
