@@ -92,7 +92,7 @@ def _model(size: str) -> ml_collections.ConfigDict:
   m.dtype = "bfloat16"  # of matrix products; parameters, softmax and residual stream stay fp32
   m.remat = False  # recompute each layer in the backward pass
   m.scan_layers = False  # compile one layer instead of N
-  m.attention = "plain"  # plain | xla | cudnn
+  m.attention = "plain"  # plain | xla | cudnn | auto (cudnn where it works, else xla)
   m.image_size = 32  # vit: pixels of a side
   m.patch_size = 4  # vit: likewise
   m.pooling = "mean"  # vit: mean (of the patches) | token (a class token)
@@ -105,7 +105,7 @@ def _opt(method: str, model: ml_collections.ConfigDict) -> ml_collections.Config
   o.method = method  # a row of METHODS in nanosam/optim/methods.py
   o.base = "adamw"  # adamw | sgd | lion | adafactor | muon
   # Learning rate and weight decay.
-  o.num_train_steps = 10_000
+  o.num_train_steps = 10_000  # updates
   o.peak_learning_rate = 1e-3
   o.init_learning_rate = o.get_ref("peak_learning_rate") * 0.1
   o.final_learning_rate = o.get_ref("peak_learning_rate") * 0.1
@@ -165,13 +165,14 @@ def _guard() -> ml_collections.ConfigDict:
 
 def _data() -> ml_collections.ConfigDict:
   d = ml_collections.ConfigDict()
-  # Text: embedded | tokens:DIR (prepared) | tfds:NAME or tfds:DIR (on the fly); images: digits |
-  # images:DIR (DIR/train/CLASS/*.jpg) | tfds:NAME or tfds:DIR.
+  # Text: embedded | tokens:DIR (prepared) | text:FILE_OR_FOLDER (prepared on first use) | tfds:NAME
+  # or tfds:DIR (on the fly); images: digits | images:DIR (DIR/train/CLASS/*.jpg) | tfds:...
   d.source = "embedded"
-  d.vocab_size = 4096  # of the tokenizer trained on the embedded corpus
+  d.vocab_size = 4096  # of the tokenizer trained on embedded; on text:... at most, if it is small
   d.data_dir = ""  # where tfds:NAME is stored
-  d.tokenizer = ""  # SentencePiece model for tfds:...; "" = the one beside the data
-  d.text_field = "text"  # of tfds:... records
+  d.tokenizer = ""  # SentencePiece model for text: and tfds:; "" = its own, or the one beside it
+  d.text_field = "text"  # of text: and tfds: records
+  d.border = "file"  # what ends a document in .txt of text:...: file | line | blank_line | a marker
   d.classes = 0  # of images: merged into so many (their number modulo it); 0 = as they are
   d.repeat = False  # start another epoch when the data ends, instead of failing
   d.mask_documents = False  # neither attend nor predict across document borders
@@ -270,6 +271,17 @@ def arguments(text: str | None, **defaults: Any) -> dict[str, Any]:
   return values
 
 
+def microbatches(batch_size: int, micro: int) -> int:
+  """How many parts of `micro` sequences a batch has."""
+  if micro < 1 or batch_size % micro:
+    divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+    near = sorted(divisors, key=lambda n: abs(n - micro))[:2]
+    raise UsageError(
+      f"micro={micro} does not divide a batch of {batch_size}: {min(near)} or {max(near)} would"
+    )
+  return batch_size // micro
+
+
 def _parse(key: str, text: str, default: Any) -> Any:
   """A value of the default's type from the command line's text."""
   if isinstance(default, str):
@@ -328,9 +340,7 @@ def from_command_line(argv: list[str]) -> ml_collections.ConfigDict:
   for word in words:
     flag, equals, value = word.partition("=")
     if not re.fullmatch(r"--?config(\..+)?", flag):
-      raise UsageError(
-        f"unknown argument '{word}': usage: --config=FILE.py[:k=v,...] [--config.KEY=VALUE ...]"
-      )
+      raise UsageError(f"unknown argument '{word}': {_key_meant(flag, value)}")
     if not equals:
       value = next(words, "")
     key = flag.lstrip("-").removeprefix("config").removeprefix(".")
@@ -344,6 +354,15 @@ def from_command_line(argv: list[str]) -> ml_collections.ConfigDict:
   for key, value in overrides:
     override(config, key, value)
   return config
+
+
+def _key_meant(flag: str, value: str) -> str:
+  """For --workdir=X or --rho=0.1."""
+  name = flag.lstrip("-")
+  for key in flat(default()):
+    if key == name or key.endswith(f".{name}"):
+      return f"did you mean --config.{key}={value or 'VALUE'}?"
+  return "usage: --config=FILE.py[:k=v,...] [--config.KEY=VALUE ...]"
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,9 @@ python -m nanosam.plan --config=FILE.py[:k=v,...] [--config.KEY=VALUE ...] --top
 The program is the one that trains, compiled by the devices' own compiler; nothing is executed, no
 data is read. cpu:8 is this machine as eight devices. Bytes and FLOPs are per device and step, with
 loops counted as often as they run.
+
+gpu:A100-80GB and others are estimated from the compile for this CPU (nanosam/run/gpus.py), next to
+what JAX takes of such a GPU's memory: 75 %. No GPU has confirmed these figures.
 """
 
 import json
@@ -14,7 +17,7 @@ from typing import Any
 import ml_collections
 
 from nanosam import config as config_lib
-from nanosam.run import flops
+from nanosam.run import flops, gpus
 from nanosam.run.footprint import GIB, REMEDIES, devices_of, known_topologies, measure
 from nanosam.run.validate import validate
 from nanosam.system import errors
@@ -63,7 +66,8 @@ def run_cost(
   c: ml_collections.ConfigDict, facts: dict[str, Any], peak: float | None, utilization: float
 ) -> dict[str, Any]:
   """Of the whole run, at `utilization` of `peak` FLOP/s; nothing if the peak is unknown."""
-  peak = peak or flops.peak_flops(facts["device_kind"])
+  gpu = gpus.GPUS.get(facts["topology"].partition(":")[2])
+  peak = peak or (gpu.peak if gpu else flops.peak_flops(facts["device_kind"]))
   if peak is None:
     return {}
   hours = c.opt.num_train_steps * facts["flops_per_device"] / (peak * utilization) / 3600
@@ -84,6 +88,9 @@ def report(c: ml_collections.ConfigDict, facts: dict[str, Any]) -> str:
   moved = facts["collective_bytes_by_kind"]
   collectives = "unknown" if moved is None else ", ".join(f"{k} {gib(v)}" for k, v in moved.items())
   peak, memory = facts["peak_bytes_per_device"], facts["hbm_bytes_per_device"]
+  at_peak = gib(peak)
+  if "estimate" in facts:
+    at_peak = " to ".join(map(gib, facts["peak_bytes_range"])) + " (an estimate)"
   lines = [
     f"{facts['method']}, {facts['parameters'] / 1e6:.1f}M parameters, vocabulary "
     f"{facts['vocab_size']}, batch {c.batch_size} x {c.model.L} in {c.grad_accumulation_steps} "
@@ -97,7 +104,7 @@ def report(c: ml_collections.ConfigDict, facts: dict[str, Any]) -> str:
       else ""
     ),
     f"  temporaries  {gib(facts['temp_bytes_per_device'])}",
-    f"  peak         {gib(peak)} of {gib(memory)}: "
+    f"  peak         {at_peak} of {gib(memory)}: "
     + ("fits" if facts["fits"] else f"DOES NOT FIT; {REMEDIES}"),
     f"  FLOPs        {facts['flops_per_device']:.4g}",
     f"  collectives  {collectives or 'none'}",

@@ -6,7 +6,7 @@ python -m nanosam.plots --workdir=DIR --out=FILE [--what=loss|tau|tau_precond]
 import pathlib
 
 from nanosam.run.record import read_config
-from nanosam.study.figures import read_taus, run_curve, taus
+from nanosam.study.figures import files_of, read_taus, run_curve, taus
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
 
@@ -22,6 +22,7 @@ def main(argv: list[str]) -> None:
     run_curve(args.out, args.workdir)
   else:
     taus(args.out, {args.workdir.name: read_taus([args.workdir], args.what)})
+  print(f"written: {' and '.join(map(str, files_of(args.out)))}")
 
 
 if __name__ == "__main__":

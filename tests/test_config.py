@@ -191,6 +191,12 @@ def test_single_gpu_splits_the_batch():
   assert (c.batch_size, c.grad_accumulation_steps, c.deterministic) == (256, 4, True)
 
 
+@pytest.mark.parametrize("micro, near", [(30, "16 or 32"), (0, "1 or 2"), (1000, "128 or 256")])
+def test_a_micro_that_does_not_divide_the_batch_is_refused(micro, near):
+  with pytest.raises(UsageError, match=f"micro={micro} does not divide a batch of 256: {near}"):
+    parse(file=f"configs/single_gpu.py:micro={micro}")
+
+
 @pytest.mark.parametrize(
   "key, value, words",
   [
@@ -200,4 +206,4 @@ def test_single_gpu_splits_the_batch():
 )
 def test_what_cudnn_cannot_do_is_refused(key, value, words):
   with pytest.raises(UsageError, match=words):
-    parse(f"--config.{key}={value}", file="configs/single_gpu.py:method=sam")
+    parse(f"--config.{key}={value}", file="configs/single_gpu.py:method=sam,attention=cudnn")

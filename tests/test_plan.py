@@ -12,7 +12,7 @@ from helpers.training import CONFIG, ROOT
 from nanosam import config as config_lib
 from nanosam import plan
 from nanosam.model import sharding
-from nanosam.run import flops, footprint, hlo
+from nanosam.run import flops, footprint, gpus, hlo
 from nanosam.run.step import TrainStep
 from nanosam.system.errors import UsageError
 
@@ -110,6 +110,37 @@ def test_a_plan_of_this_machine(commands):
   text = plan.report(c, facts)
   assert ": fits" in text and "16 steps at 50% of 1e+09 FLOP/s" in text
   assert "DOES NOT FIT; try" in plan.report(c, {**facts, "fits": False})
+
+
+def test_a_gpu_is_estimated_and_says_so(commands):
+  words = [f"--config={CONFIG}", "--config.workdir=x"]
+  here = json.loads(commands("plan", *words, "--topology=cpu:1", "--json").out)
+  outcome = commands("plan", *words, "--topology=gpu:RTX4090", "--json")
+  assert outcome.code == 0, outcome.err
+  there = json.loads(outcome.out)
+  low, high = there["peak_bytes_range"]
+  assert there["estimate"] and there["device_kind"] == "NVIDIA RTX4090" and there["fits"]
+  for same in ("argument_bytes_per_device", "flops_per_device", "parameters"):
+    assert there[same] == here[same]
+  assert here["argument_bytes_per_device"] < low <= there["peak_bytes_per_device"] <= high
+  assert high < here["peak_bytes_per_device"]
+  assert there["hbm_bytes_per_device"] == int(0.75 * 24_564) << 20
+  hours = there["num_train_steps"] * there["flops_per_device"] / (165e12 * 0.4) / 3600
+  assert there["hours"] == pytest.approx(hours)
+
+
+def test_of_a_gpus_memory_jax_takes_a_share(monkeypatch):
+  gpu = gpus.GPUS["A100-80GB"]
+  assert gpus.pool_bytes(gpu) == 60 * GIB
+  monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+  assert gpus.pool_bytes(gpu) == 72 * GIB
+
+
+def test_rematerialization_widens_the_estimate(tiny_config):
+  plain = gpus.estimate(tiny_config, 100, 1100)["peak_bytes_range"]
+  tiny_config.model.remat = True
+  low, high = gpus.estimate(tiny_config, 100, 1100)["peak_bytes_range"]
+  assert plain == [510, 580] and low < plain[0] and plain[1] <= high
 
 
 def test_what_does_not_fit_is_read_from_the_compilers_words():

@@ -19,9 +19,11 @@ def test_a_run_without_taus_has_no_picture_of_them(whole, tmp_path):
     draw(f"--workdir={whole}", "--what=tau", f"--out={tmp_path / 'taus'}")
 
 
-def test_figures_have_the_names_asked_for(whole, tmp_path):
+def test_figures_have_the_names_asked_for(whole, tmp_path, capsys):
   for name, stem in (("rho0.1", "rho0.1"), ("rho0.05", "rho0.05"), ("loss.svg", "loss")):
     draw(f"--workdir={whole}", f"--out={tmp_path / name}")
+    written = f"written: {tmp_path / stem}.svg and {tmp_path / stem}.png\n"
+    assert capsys.readouterr().out == written
     drawn = read_figure(tmp_path / stem)
     assert {"training", "eval", "step", "loss (nats per token)"} <= {*drawn.words}
     records = read_metrics(whole / "metrics.jsonl")

@@ -17,7 +17,9 @@ from helpers.training import CONFIG, ROOT, assert_same_run, losses, state, steps
 
 from nanosam import config as config_lib
 from nanosam.run.metrics_file import read_metrics
+from nanosam.run.record import check_data
 from nanosam.run.restore import load_run
+from nanosam.system.errors import UserError
 
 
 @pytest.fixture
@@ -239,6 +241,23 @@ def test_a_second_ctrl_c_leaves_at_once(commands, tmp_path):
   assert outcome.code == 130
   outcome.says_in_one_line("exited without saving")
   assert steps(tmp_path / "run") == [4]
+  outcome = commands.train(tmp_path / "early", fault="SIGINT+SIGINT@step:2")
+  assert outcome.code == 130
+  outcome.says_in_one_line("nothing is saved yet", "starts from the beginning")
+
+
+def test_a_run_is_told_that_its_data_changed(whole):
+  with pytest.raises(UserError, match=r"the data changed: .* but embedded is now 0123"):
+    check_data(whole, "embedded", "0123")
+  environment = json.loads((whole / "config.json").read_text())["environment"]
+  check_data(whole, "embedded", environment["data"])
+
+
+@pytest.mark.full
+def test_data_of_another_vocabulary_are_not_taken_for_another_model(commands, at_12):
+  outcome = commands.train(at_12, data__vocab_size=400, allow_changed_keys=True)
+  assert outcome.code == 1
+  outcome.says_in_one_line("the data changed")
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 import argparse
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,7 +102,14 @@ def _zeroed(x: jax.Array, limit: jax.Array) -> jax.Array:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-  names = [pathlib.Path(run["workdir"]).name for run in runs]
+  """A column for each run, under its method, which is its name in the figure too."""
+  counts = Counter(run["method"] for run in runs)
+  names = [
+    f"{run['method']} ({pathlib.Path(run['workdir']).name})"
+    if counts[run["method"]] > 1
+    else run["method"]
+    for run in runs
+  ]
   width = max(12, *(len(name) + 2 for name in names))
   lines = ["sparsity" + "".join(f"{name:>{width}}" for name in names)]
   for row in zip(*(run["points"] for run in runs), strict=True):

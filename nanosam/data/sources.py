@@ -21,7 +21,7 @@ from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, local_copy, storage_errors
 
-SETTINGS = ("vocab_size", "cache_dir", "data_dir", "tokenizer", "text_field", "classes")
+SETTINGS = ("vocab_size", "cache_dir", "data_dir", "tokenizer", "text_field", "border", "classes")
 
 
 class Source(Protocol):
@@ -68,12 +68,15 @@ def open_source(
   data_dir: str = "",
   tokenizer: str = "",
   text_field: str = "text",
+  border: str = "file",
   classes: int = 0,
 ) -> Source:
   """Opens a source by its name.
 
   embedded         the embedded corpus, with a vocabulary of `vocab_size` pieces
   tokens:DIR       a token store, which has its own vocabulary
+  text:PLACE       a file, folder or pattern of text, prepared once: with a vocabulary of at most
+                   `vocab_size` pieces, or with `tokenizer`
   tfds:NAME        a TFDS data set under `data_dir`, or tfds:DIR, tokenised on the fly with
                    `tokenizer` ("" = the one stored next to it); or one of images
   digits           scikit-learn's handwritten digits
@@ -92,6 +95,13 @@ def open_source(
     return StoreSource(
       StoreReader(copy_store(argument, cache) if is_remote(argument) else argument)
     )
+  if kind == "text" and argument:
+    from nanosam.data.text import build_text  # only here: training needs none of it
+
+    settings = {"tokenizer": tokenizer, "text_field": text_field, "border": border}
+    store = StoreReader(build_text(argument, cache, vocab_size=vocab_size, **settings))
+    store.verify()
+    return StoreSource(store)
   if kind == "tfds" and argument:
     from nanosam.data import tfds  # slow to import
 
@@ -104,8 +114,8 @@ def open_source(
   if kind == "images" and argument:
     return images.open_folder(argument, cache, classes)
   raise UsageError(
-    f"unknown data source {source!r}; use 'embedded', 'tokens:DIR', 'tfds:NAME' or 'tfds:DIR', or "
-    "for images 'digits', 'images:DIR' or 'tfds:NAME'"
+    f"unknown data source {source!r}; use 'embedded', 'tokens:DIR', 'text:FILE', 'tfds:NAME' or "
+    "'tfds:DIR', or for images 'digits', 'images:DIR' or 'tfds:NAME'"
   )
 
 

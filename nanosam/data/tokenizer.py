@@ -102,7 +102,20 @@ def _split(text: str, size: int) -> Iterator[str]:
   yield text[start:]
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, model_type: str = "bpe") -> Tokenizer:
+class VocabularySizeError(UsageError):
+  """This text cannot have a vocabulary of that size, but perhaps one of `least` or of `most`."""
+
+  def __init__(self, message: str, least: int = 0, most: int = 0):
+    super().__init__(message)
+    self.least, self.most = least, most
+
+  def __reduce__(self):  # to another process
+    return VocabularySizeError, (str(self), self.least, self.most)
+
+
+def train_tokenizer(
+  texts: Iterable[str], vocab_size: int, model_type: str = "bpe", quiet: bool = True
+) -> Tokenizer:
   """Trains a vocabulary on the lines of `texts`; deterministic.
 
   Nothing is normalised: spaces and indentation become pieces, and whatever the vocabulary lacks
@@ -133,20 +146,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, model_type: str = "bp
       remove_extra_whitespaces=False,
       allow_whitespace_only_pieces=True,
       max_sentence_length=_MAX_LINE_BYTES,
-      minloglevel=2,
+      minloglevel=2 if quiet else 0,
     )
   except RuntimeError as e:
-    raise UsageError(f"cannot train a tokenizer of vocab_size={vocab_size}: {_reason(e)}") from e
+    raise _size_error(f"cannot train a tokenizer of vocab_size={vocab_size}: ", str(e)) from e
   return Tokenizer(model.getvalue())
 
 
-def _reason(error: RuntimeError) -> str:
+def _size_error(what: str, message: str) -> UsageError:
   """The cause of an error of SentencePiece's trainer, in plain words."""
-  message = str(error).strip()
   if "sentences_.empty()" in message:
-    return "there is no text"
-  if most := re.search(r"too high .* value <= (\d+)", message):
-    return f"this text supports at most {most[1]}"
-  if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
-    return f"its characters and the byte pieces alone need {least[1]}"
-  return message
+    return UsageError(f"{what}there is no text")
+  if found := re.search(r"too high .* value <= (\d+)", message):
+    most = int(found[1])
+    return VocabularySizeError(f"{what}this text supports at most {most}", most=most)
+  if found := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
+    least = int(found[1])
+    plain = f"{what}its characters and the byte pieces alone need {least}"
+    return VocabularySizeError(plain, least=least)
+  return UsageError(what + message.strip())

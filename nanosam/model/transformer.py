@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "relu": jax.nn.relu,
 }
 HEADS_AT_A_TIME = 8  # of plain attention with rematerialisation
-ATTENTIONS = ("plain", "xla", "cudnn")
+ATTENTIONS = ("auto", "plain", "xla", "cudnn")  # auto: see nanosam/run/attention.py
 
 kernel_init = nn.initializers.xavier_uniform()
 embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)

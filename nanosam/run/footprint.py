@@ -12,7 +12,7 @@ import psutil
 from jax.experimental import topologies
 
 from nanosam.model import sharding
-from nanosam.run import flops, hlo
+from nanosam.run import flops, gpus, hlo
 from nanosam.run.step import TrainStep
 from nanosam.run.validate import check_devices
 from nanosam.system.errors import UsageError, UserError
@@ -31,7 +31,7 @@ LIBTPU_ENVIRONMENT = {
 
 def known_topologies() -> str:
   grids = ", ".join(f"{name}:{chip.grid}" for name, chip in flops.DEVICES.items() if chip.grid)
-  return f"a grid of chips such as {grids}, or cpu:8"
+  return f"a grid of chips such as {grids}, one of gpu:{'|'.join(gpus.GPUS)}, or cpu:8"
 
 
 def devices_of(topology: str) -> tuple[list[Any], int]:
@@ -42,6 +42,9 @@ def devices_of(topology: str) -> tuple[list[Any], int]:
     flags = os.environ.get("XLA_FLAGS", "")  # of which the last counts
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={grid}".strip()
     return jax.devices(), psutil.virtual_memory().total // int(grid)
+  if name == "gpu" and grid in gpus.GPUS:
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {gpus.FLAGS}".strip()
+    return jax.devices()[:1], gpus.pool_bytes(gpus.GPUS[grid])
   chip = flops.DEVICES.get(name)
   if not (chip and chip.grid and re.fullmatch(r"\d+(x\d+)*", grid)):
     raise UsageError(f"unknown topology '{topology}': write {known_topologies()}")
@@ -71,11 +74,14 @@ def measure(
   traced = train_step.trace()
   start = time.monotonic()
   arguments, peak, moved = compile_step(traced, train_step)
+  name, _, gpu = topology.partition(":")
+  on_gpu = gpus.estimate(c, arguments, peak) if name == "gpu" else {}
+  peak = on_gpu.get("peak_bytes_per_device", peak)
   return {
     "method": c.opt.method,
     "topology": topology,
     "devices": len(devices),
-    "device_kind": devices[0].device_kind,
+    "device_kind": f"NVIDIA {gpu}" if on_gpu else devices[0].device_kind,
     "mesh": dict(mesh.shape),
     "parameters": sum(x.size for x in jax.tree.leaves(train_step.abstract_params)),
     "vocab_size": vocab_size,
@@ -89,6 +95,7 @@ def measure(
     "collective_bytes_per_device": None if moved is None else sum(moved.values()),
     "collective_bytes_by_kind": moved,  # None: the compiler gave up for want of memory
     "compile_seconds": time.monotonic() - start,
+    **on_gpu,
   }
 
 

@@ -56,6 +56,35 @@ def bad_step_error(
   )
 
 
+class PerturbationCheck:
+  """Warns, once for each reason, of an eps that cannot do what it is for."""
+
+  LARGE = 0.1  # of the length of the weights
+  LOST = 0.5  # cosine with what is left of it in the compute type
+
+  def __init__(self) -> None:
+    self._said: set[str] = set()
+
+  def update(self, metrics: Mapping[str, Any]) -> list[str]:
+    if not metrics.get("opt/eps_norm"):
+      return []
+    ratio, cosine = float(metrics["opt/eps_ratio"]), metrics.get("opt/eps_cosine")
+    found = {}
+    if ratio > self.LARGE:
+      found["large"] = (
+        f"the perturbation is {ratio:.2g} times as long as the weights (opt/eps_ratio), too far "
+        "for a gradient there to mean anything here: lower opt.rho"
+      )
+    if cosine is not None and cosine < self.LOST:
+      found["lost"] = (
+        f"bfloat16 rounds most of the perturbation away (opt/eps_cosine {cosine:.2f}): raise "
+        "opt.rho, or set opt.perturbed_dtype=float32"
+      )
+    new = [message for reason, message in found.items() if reason not in self._said]
+    self._said |= found.keys()
+    return new
+
+
 class SpikeDetector:
   """Notices when the loss jumps out of its recent range."""
 

@@ -153,6 +153,17 @@ def read_lineage(workdir: pathlib.Path) -> dict[str, Any] | None:
   return read_config(workdir).get(ENVIRONMENT, {}).get(LINEAGE)
 
 
+def check_data(workdir: pathlib.Path, source: str, fingerprint: str) -> None:
+  """Refuses to resume on other data than the run has seen; without a record there is none."""
+  before = read_config(workdir).get(ENVIRONMENT, {}).get("data")
+  if before not in (None, fingerprint):
+    raise UserError(
+      f"the data changed: {workdir} was trained on {before}, but {source} is now {fingerprint} "
+      "(other files, or other package versions behind the embedded corpus); restore that data or "
+      "use another workdir"
+    )
+
+
 def check_unchanged(workdir: pathlib.Path, config: Mapping[str, Any], allowed: bool) -> None:
   """Refuses to resume a run with settings that would change its result."""
   if allowed:

@@ -8,6 +8,7 @@ import ml_collections
 from absl import logging
 
 from nanosam.data.sources import default_cache_dir
+from nanosam.system.errors import UserError, first_line
 
 
 def set_up_jax(c: ml_collections.ConfigDict) -> None:
@@ -23,3 +24,11 @@ def set_up_jax(c: ml_collections.ConfigDict) -> None:
   if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     jax.config.update("jax_compilation_cache_dir", os.fspath(default_cache_dir() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+  try:
+    jax.devices()
+  except (RuntimeError, AssertionError) as e:  # the latter without a word, for want of a plugin
+    asked = os.environ.get("JAX_PLATFORMS") or jax.config.jax_platforms  # type: ignore[attr-defined]
+    raise UserError(
+      f"JAX finds no device for JAX_PLATFORMS={asked} ({first_line(e)}): install '.[cuda]' or "
+      "'.[tpu]', or set JAX_PLATFORMS=cpu"
+    ) from e

@@ -27,18 +27,11 @@ def start(
   c: ml_collections.ConfigDict, train_step: TrainStep, source: Source, hosts: Hosts
 ) -> tuple[TrainState, dict[str, Any] | None]:
   """The state before the first step, and where it comes from."""
-  fresh = train_step.init(c.seed)
-  if not c.init_from:
+  fresh, old = train_step.init(c.seed), check_origin(c, source)
+  if old is None:
     return fresh, None
   place, _, step = c.init_from.partition("@")
   workdir = epath.Path(place)
-  old, environment = stored_run(workdir)
-  _check_model(place, old, c)
-  if (environment.get("coding") or source_of(old.data).coding) != source.coding:
-    raise UsageError(
-      f"init_from={place} has another vocabulary than {c.data.source}: prepare that text again "
-      f"with the tokenizer of {old.data.source}"
-    )
   checkpoints = open_checkpoints(workdir, hosts)
   number = choose_step(checkpoints, workdir, step or "latest")
   before = TrainStep(old, source.outputs, train_step.mesh).abstract_state
@@ -52,6 +45,21 @@ def start(
     opt_state = _continued(place, found["opt_state"], fresh.opt_state)
   state = dataclasses.replace(fresh, params=found["params"], opt_state=opt_state)
   return state, {"workdir": place, "step": number, "parameters": digest(found["params"])}
+
+
+def check_origin(c: ml_collections.ConfigDict, source: Source) -> ml_collections.ConfigDict | None:
+  """The config of the run to start from, if any; refuses another model or vocabulary."""
+  if not c.init_from:
+    return None
+  place = c.init_from.partition("@")[0]
+  old, environment = stored_run(epath.Path(place))
+  _check_model(place, old, c)
+  if (environment.get("coding") or source_of(old.data).coding) != source.coding:
+    raise UsageError(
+      f"init_from={place} has another vocabulary than {c.data.source}: prepare that text again "
+      f"with the tokenizer of {old.data.source}"
+    )
+  return old
 
 
 def _check_model(

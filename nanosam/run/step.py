@@ -18,7 +18,7 @@ from nanosam.optim import base, guard, methods, schedules
 from nanosam.optim.gradient import Estimate, Metrics, Recipe, estimate, estimate_by_group
 from nanosam.optim.methods import MethodError
 from nanosam.optim.passes import Passes
-from nanosam.run import flops
+from nanosam.run import attention, flops
 from nanosam.system.errors import UsageError
 
 
@@ -47,7 +47,9 @@ class TrainStep:
   def __init__(self, c: ml_collections.ConfigDict, outputs: int, mesh: Mesh):
     """`outputs`: pieces of the vocabulary, or classes of images."""
     self.config, self.mesh = c, mesh
-    self.model, self._network = make_model(c, outputs), make_network(c, outputs)
+    made_of = attention.resolved(c, mesh)
+    self.attention = made_of.model.attention
+    self.model, self._network = make_model(made_of, outputs), make_network(made_of, outputs)
     self.abstract_params = jax.eval_shape(self._init_params, jax.random.key(0))
     self.learning_rate, self.rho = schedules.learning_rate(c.opt), schedules.rho(c.opt)
     try:

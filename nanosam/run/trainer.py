@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -137,7 +138,11 @@ class Trainer:
     if c.checkpoint:
       self.checkpoints = Checkpoints(workdir.home, c.max_to_keep, say=self.say, hosts=hosts)
     if hosts.first:
-      _check_workdir(c, workdir, self.checkpoints.steps() if self.checkpoints else [])
+      steps = self.checkpoints.steps() if self.checkpoints else []
+      _check_workdir(c, workdir, steps)
+      if steps and record.has_record(workdir.files):
+        record.check_data(workdir.files, c.data.source, self.source.fingerprint)
+    stop.saved = lambda: bool(found_steps(workdir.home))
     abstract = self.train_step.abstract_state
     if self.checkpoints and (restored := self.checkpoints.restore_newest(abstract)):
       self.stream.restore(restored.run["data"])
@@ -158,7 +163,8 @@ class Trainer:
     self.eval_data = eval_set(self.source, c)
     self.evaluator = Evaluator(self.train_step.model, self.eval_data, c.eval_batch_size, mesh)
     kind = mesh.devices.flat[0].device_kind
-    self.say(f"{c.opt.method} on {mesh.size} x {kind}; compiling the step")
+    by = f" with {self.train_step.attention} attention" if c.model.attention == "auto" else ""
+    self.say(f"{c.opt.method} on {mesh.size} x {kind}{by}; compiling the step")
     traced = self.train_step.trace()
     self.flops = flops.count(traced.jaxpr)
     self.flops_unperturbed = flops.count(traced.jaxpr, branch=min)  # without a second pass
@@ -176,6 +182,7 @@ class Trainer:
       self.diagnostics = make_diagnostics(self.train_step, self.source)
     self.profiler = Profiler(self.workdir.files, c.profile_steps if first else "", say=self.say)
     self.spikes = health.SpikeDetector(c.guard.spike)
+    self.perturbations = health.PerturbationCheck()
     peak = flops.peak_flops(mesh.devices.flat[0].device_kind)
     self.meter = Meter(self.cost, peak * mesh.size if peak else None)  # it adds to the cost
 
@@ -220,6 +227,9 @@ class Trainer:
     if not self.finished():
       again = "resume" if self.c.checkpoint else "start over (config.checkpoint is off)"
       raise Interrupted(f"stopped at step {self.at.step}; run the same command to {again}")
+    uniform = math.log(self.source.outputs)
+    if self.at.last_eval_loss > uniform:
+      self.say(f"warning: the eval loss is above {uniform:.2f}, which guessing has")
     self.say(f"finished: {self.workdir}")
 
   def finished(self) -> bool:
@@ -268,6 +278,8 @@ class Trainer:
     loss = float(metrics.get("train/loss", metrics.get("train/loss_perturbed")))
     if spike := self.spikes.update(loss):
       self.say(f"warning: step {step}: {spike}")
+    for problem in self.perturbations.update(metrics):
+      self.say(f"warning: step {step}: {problem}")
     perturbed = float(metrics.get(PERTURBED, 1))  # m-SAM: of the groups, some
     least = self.flops_unperturbed
     self.meter.step(int(tokens), least + perturbed * (self.flops - least))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from nanosam.run import dry_run
 from nanosam.run.metrics_file import METRICS_FILE
 from nanosam.run.record import CONFIG_FILE
 from nanosam.study import runs
@@ -261,6 +262,8 @@ def execute(
   todo = missing(jobs, done)
   outcomes = {job.id: SKIPPED for job in jobs}
   if todo:
+    for job in todo:
+      dry_run.check(job.config)  # before anything is queued or rented
     say(f"{len(jobs)} runs, {len(jobs) - len(todo)} finished before")
     outcomes |= BACKENDS[backend](todo, parallel)
   width = max((len(job.id) for job in jobs), default=0)

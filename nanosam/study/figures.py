@@ -149,6 +149,12 @@ def pruning_curves(runs: Sequence[Mapping[str, Any]]) -> Curves:
 ONE_PANEL = (5.2, 3.5)
 
 
+def files_of(target: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+  """What a figure is written to; the target may have one of the suffixes."""
+  stem = target.name.removesuffix(".svg").removesuffix(".png")
+  return target.with_name(f"{stem}.svg"), target.with_name(f"{stem}.png")
+
+
 @contextlib.contextmanager
 def figure(target: Target, size: tuple[float, float] = ONE_PANEL, panels: int = 1) -> Iterator[Any]:
   """Axes to draw on; writes target.svg and target.png, or the SVG into a buffer."""
@@ -162,11 +168,11 @@ def figure(target: Target, size: tuple[float, float] = ONE_PANEL, panels: int = 
     if isinstance(target, io.StringIO):
       fig.savefig(target, format="svg", metadata={"Date": None}, transparent=True)
       return
-    stem = target.name.removesuffix(".svg").removesuffix(".png")
+    svg, png = files_of(target)
     with disk_errors(target):
       target.parent.mkdir(parents=True, exist_ok=True)
-      fig.savefig(target.with_name(f"{stem}.svg"), metadata={"Date": None})
-      fig.savefig(target.with_name(f"{stem}.png"), dpi=150)
+      fig.savefig(svg, metadata={"Date": None})
+      fig.savefig(png, dpi=150)
 
 
 def _draw(

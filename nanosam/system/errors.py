@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 
@@ -46,6 +47,31 @@ def say(line: str) -> None:
   print(f"nanosam: {line}", file=sys.stderr, flush=True)
 
 
+# Troubles with devices, by the words of JAX and of the libraries below it.
+_TROUBLES = (
+  (
+    r"RESOURCE_EXHAUSTED|out of memory",
+    "out of memory: try model.remat=True, more grad_accumulation_steps (in configs/single_gpu.py a "
+    "smaller micro), a smaller head.chunk or eval_batch_size",
+  ),
+  (r"cudnn", "cuDNN cannot compute this attention: set model.attention=auto, xla or plain"),
+  (
+    r"unable to initialize backend|unknown backend|no visible .*devices|libcuda|cuda.*not found",
+    "JAX cannot use that device: install '.[cuda]' or '.[tpu]', or set JAX_PLATFORMS=cpu",
+  ),
+)
+
+
+def device_trouble(error: BaseException) -> UserError | None:
+  """What a person can do about an error of JAX; None if it is something else."""
+  text = str(error)
+  if isinstance(error, RuntimeError | MemoryError | ValueError | NotImplementedError):
+    for words, advice in _TROUBLES:
+      if re.search(words, text or type(error).__name__, re.IGNORECASE):
+        return UserError(f"{advice} ({first_line(error)[:200]})")
+  return UserError(_TROUBLES[0][1]) if isinstance(error, MemoryError) else None
+
+
 def run(main: Callable[[list[str]], None]) -> None:
   """Runs a command line; turns a UserError into one line on stderr and its exit code."""
   try:
@@ -60,3 +86,9 @@ def run(main: Callable[[list[str]], None]) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or exiting would try again
     say("stopped: nothing reads the output any more")
     sys.exit(UserError.exit_code)
+  except Exception as e:
+    trouble = device_trouble(e)
+    if trouble is None:
+      raise
+    say(str(trouble))
+    sys.exit(trouble.exit_code)

@@ -49,9 +49,17 @@ class Progress:
     with self._lock:
       time_now = self._clock()
       left = self._time_left.update(done, needed, time_now, counts=counts)
-      self._line = f"{line}  {duration(left)} left"
-      if now or time_now - self._shown_at >= self._interval:
-        self._show(time_now)
+      self._offer(f"{line}  {duration(left)} left", time_now, now)
+
+  def show(self, line: str) -> None:
+    """Any other line, where nobody knows how much work there is."""
+    with self._lock:
+      self._offer(line, self._clock())
+
+  def _offer(self, line: str, time_now: float, now: bool = False) -> None:
+    self._line = line
+    if now or time_now - self._shown_at >= self._interval:
+      self._show(time_now)
 
   def note(self, text: str) -> None:
     """Prints a line that stays, above the one that updates."""

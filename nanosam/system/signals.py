@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from nanosam.system.errors import Interrupted
 
@@ -23,6 +23,7 @@ class StopRequest:
   def __init__(self) -> None:
     self._asked = 0
     self._nothing_to_save = self._shared = False
+    self.saved: Callable[[], bool] = lambda: True  # whether there is a checkpoint to resume from
     self._read, self._write = os.pipe()
     os.set_blocking(self._write, False)
     self._previous = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -61,7 +62,10 @@ class StopRequest:
         if self._shared:
           os.kill(os.getpid(), signal.SIGTERM)
       elif byte[0] == signal.SIGINT:
-        _say("exited without saving; the same command resumes from the last checkpoint")
+        if self.saved():
+          _say("exited without saving; the same command resumes from the last checkpoint")
+        else:
+          _say("exited, and nothing is saved yet; the same command starts from the beginning")
         os._exit(130)
 
   def __enter__(self) -> "StopRequest":

@@ -14,6 +14,7 @@ from nanosam.curvature import changes, pruning
 from nanosam.model import sharding
 from nanosam.optim.base import matching
 from nanosam.run import restore
+from nanosam.study import figures
 from nanosam.system import errors
 
 
@@ -127,3 +128,11 @@ def test_a_workdir_of_another_version_is_refused(whole, tmp_path):
   del config["batch_size"]  # a key younger than the run has its default
   (other / "config.json").write_text(json.dumps(config))
   assert restore.load_run(other).config.batch_size == 256
+
+
+def test_the_table_and_the_legend_use_the_same_names():
+  points = [{"sparsity": 0.0, "loss": 1.0}]
+  runs = [{"workdir": f"runs/{i}", "method": m, "points": points} for i, m in enumerate("ABA")]
+  heading = pruning.table(runs).splitlines()[0]
+  assert heading.split()[1:] == ["A", "(0)", "B", "A", "(2)"]
+  assert {*figures.pruning_curves(runs)} == {"A", "B"}

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -235,8 +236,11 @@ def test_validation_by_fraction_is_by_what_a_document_says(inputs, tmp_path):
   assert len(train) + len(validation) == 800
   assert not set(train) & set(validation)
   assert 100 < len(validation) < 220
-  with pytest.raises(UserError, match="there are no validation documents"):
-    run(*args, f"--output={tmp_path / 'y'}", "--validation_fraction=0.00001")
+  run(*args, f"--output={tmp_path / 'y'}", "--validation_fraction=0.00001")
+  store = StoreReader(tmp_path / "y")
+  (held,) = set(documents_of(store, "validation"))
+  assert held == min(train + validation, key=lambda t: hashlib.sha256(t.encode()).digest())
+  assert held not in documents_of(store, "train")
 
 
 def test_one_big_file_keeps_all_workers_busy(tmp_path, inputs):

@@ -281,7 +281,9 @@ def test_validation_set_too_small_for_a_document(source):
 
 @pytest.mark.parametrize("name", ["c4", "tokens:", "tfds:", "embedded:x", ""])
 def test_unknown_source_lists_the_known(name):
-  with pytest.raises(UsageError, match="use 'embedded', 'tokens:DIR', 'tfds:NAME' or 'tfds:"):
+  with pytest.raises(
+    UsageError, match="use 'embedded', 'tokens:DIR', 'text:FILE', 'tfds:NAME' or 'tfds:"
+  ):
     open_source(name, vocab_size=512, cache_dir="")
 
 

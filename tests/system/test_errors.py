@@ -6,6 +6,8 @@ import sys
 import pytest
 from helpers.training import ROOT
 
+from nanosam.system import errors
+
 START = "from nanosam.system import errors; errors.run(lambda argv: {})"
 
 
@@ -21,6 +23,32 @@ def test_one_line_and_an_exit_code(action, code, words):
   command = [sys.executable, "-c", START.format(action)]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert (done.returncode, done.stderr) == (code, words)
+
+
+@pytest.mark.parametrize(
+  "error, advice",
+  [
+    (
+      RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore"),
+      "model.remat=True",
+    ),
+    (RuntimeError("INTERNAL: Error dispatching computation: Out of memory all"), "smaller micro"),
+    (MemoryError(), "out of memory"),
+    (RuntimeError("cuDNN is not detected."), "set model.attention=auto"),
+    (RuntimeError("Unable to initialize backend 'foo': ..."), "JAX_PLATFORMS=cpu"),
+  ],
+)
+def test_trouble_with_devices_is_one_line(error, advice):
+  trouble = errors.device_trouble(error)
+  assert advice in str(trouble) and "\n" not in str(trouble)
+
+
+def test_other_errors_keep_their_traceback():
+  assert errors.device_trouble(RuntimeError("dictionary changed size during iteration")) is None
+  assert errors.device_trouble(KeyError("out of memory")) is None  # not of JAX
+  code = START.format("{}['x']")
+  done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 1 and "Traceback" in done.stderr and "KeyError: 'x'" in done.stderr
 
 
 def test_a_reader_that_goes_away():

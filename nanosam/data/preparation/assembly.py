@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from nanosam.data.preparation.chunking import chunk_directories
-from nanosam.data.preparation.worker import RECORD, SHOWN_PROBLEMS, TEXT_FIELD
+from nanosam.data.preparation.worker import RECORD, SHOWN_PROBLEMS, SPLITS, TEXT_FIELD
 from nanosam.data.store import TEXT, TOKENIZER, Shard, StoreWriter
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UserError
 from nanosam.system.files import write_json
 
 PLAN = "prepare.json"
-SPLITS = ("train", "validation")
 
 
 def assemble(out: Path, unfinished: Path, groups: int) -> dict[str, Any]:

@@ -13,26 +13,26 @@ from pathlib import Path
 
 from nanosam.data.preparation import formats
 from nanosam.data.preparation.inputs import Plan
-from nanosam.data.preparation.worker import INPUT, RECORD, Chunk
+from nanosam.data.preparation.worker import INPUT, RECORD, Chunk, Rules
 from nanosam.system.files import write_json
 
 # A chunk, or None if it is complete already; and how many bytes of the input files it covers.
 Task = tuple[Chunk | None, int]
 
 
-def make_chunks(folder: Path, plan: Plan, text_field: str) -> Iterator[Task]:
+def make_chunks(folder: Path, plan: Plan, rules: Rules) -> Iterator[Task]:
   """All chunks in order, with their raw input on disk. Groups that are complete are not read."""
   for g, group in enumerate(plan.groups):
     if _group_file(folder, g).exists() and all(map(_is_complete, chunk_directories(folder, g))):
       yield None, sum(plan.inputs[i].bytes for i in group)
     else:
-      yield from _divide(folder, g, plan, text_field)
+      yield from _divide(folder, g, plan, rules)
 
 
-def _divide(folder: Path, g: int, plan: Plan, text_field: str) -> Iterator[Task]:
+def _divide(folder: Path, g: int, plan: Plan, rules: Rules) -> Iterator[Task]:
   """Writes pieces of a group's files to disk until they fill a chunk, chunk by chunk."""
   split = plan.inputs[plan.groups[g][0]].split
-  items = _items(plan.paths(plan.groups[g]), text_field, min(formats.PIECE_BYTES, plan.shard_bytes))
+  items = _items(plan.paths(plan.groups[g]), rules, min(formats.PIECE_BYTES, plan.shard_bytes))
   count = 0
   for first in items:
     directory = _chunk_directory(folder, g, count)
@@ -59,12 +59,12 @@ def _divide(folder: Path, g: int, plan: Plan, text_field: str) -> Iterator[Task]
 
 
 def _items(
-  paths: list[str], text_field: str, piece_bytes: int
+  paths: list[str], rules: Rules, piece_bytes: int
 ) -> Iterator[tuple[formats.Piece | formats.Problem, int]]:
   """Pieces and problems, and how many more bytes of their file were read for each."""
   for path in paths:
     before = 0
-    for item in formats.pieces(path, text_field, piece_bytes):
+    for item in rules.pieces(path, piece_bytes=piece_bytes):
       read = before if isinstance(item, formats.Problem) else item.read
       yield item, read - before
       before = read

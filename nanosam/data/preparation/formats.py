@@ -6,11 +6,12 @@ with a record becomes a Problem with file and line; the caller decides what to d
 """
 
 import gzip
+import itertools
 import json
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
 from etils import epath
@@ -23,8 +24,13 @@ PIECE_BYTES = 1 << 20
 _READ_BYTES = 1 << 18  # must not change the pieces, since these decide the shards
 _FRAME = struct.Struct("<I")
 _NULL = 0xFFFFFFFF
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES >> 20} MiB; split the document"
 _UNREADABLE = (OSError, EOFError, zlib.error, tfrecord.DamagedRecord)
+
+# What separates documents in .txt; anything else is a marker between them.
+WHOLE_FILE = "file"
+BORDERS = {"line": rb"\n", "blank_line": rb"\n[ \t\r]*\n"}
 
 _KINDS = {
   "json": r"\.(json|jsonl|ndjson)(\.gz)?",
@@ -58,22 +64,31 @@ class Document(NamedTuple):
   utf8: bytes
 
 
+KNOWN = "known are .json, .jsonl, .txt and .tfrecord (also .gz) and .parquet"
+
+
+def is_known(path: str) -> bool:
+  return any(re.search(f"{suffix}$", path) for suffix in _KINDS.values())
+
+
 def kind_of(path: str) -> str:
   for kind, suffix in _KINDS.items():
     if re.search(f"{suffix}$", path):
       return kind
-  raise UsageError(
-    f"{path}: unknown kind of file; known are .json, .jsonl, .txt and .tfrecord (also .gz) and "
-    ".parquet"
-  )
+  raise UsageError(f"{path}: unknown kind of file; {KNOWN}; rename plain text to .txt")
 
 
 class BadRecord(Exception):
   """Its text is the reason of a Problem."""
 
 
-def pieces(path: str, text_field: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece | Problem]:
-  """Divides a file into pieces of about `piece_bytes`; a Problem may end it early."""
+def pieces(
+  path: str, text_field: str, piece_bytes: int = PIECE_BYTES, border: str = WHOLE_FILE
+) -> Iterator[Piece | Problem]:
+  """Divides a file into pieces of about `piece_bytes`; a Problem may end it early.
+
+  `border` is what separates the documents of a text file.
+  """
   kind = kind_of(path)
   try:
     with epath.Path(path).open("rb") as stored:
@@ -81,7 +96,7 @@ def pieces(path: str, text_field: str, piece_bytes: int = PIECE_BYTES) -> Iterat
       if kind == "json":
         yield from _line_pieces(path, file, stored, piece_bytes)
       else:
-        records = _FRAMED[kind][0](file, text_field)
+        records = _FRAMED[kind][0](file, border if kind == "text" else text_field)
         yield from _framed_pieces(path, records, stored, piece_bytes)
   except BadRecord as e:
     yield Problem(path, 0, str(e))
@@ -155,7 +170,7 @@ def _line_pieces(
 def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
   for number, line in enumerate(piece.data.split(b"\n"), piece.first):
     if number == 1:
-      line = line.removeprefix(b"\xef\xbb\xbf")  # a byte-order mark
+      line = line.removeprefix(_BYTE_ORDER_MARK)
     if line.strip():
       yield number, line
 
@@ -173,14 +188,18 @@ def _json_text(line: bytes, text_field: str) -> str:
     raise BadRecord("not a JSON object; write one object per line")
   value = record.get(text_field)
   if value is None:
-    raise _no_text(text_field, record)
+    raise _no_text(text_field, {k: len(v) if isinstance(v, str) else 0 for k, v in record.items()})
   if not isinstance(value, str):
     raise BadRecord(f"field {text_field!r} is not text but {type(value).__name__}")
   return value
 
 
-def _no_text(text_field: str, fields: Iterable[str]) -> BadRecord:
-  return BadRecord(f"no text in field {text_field!r}; it has {', '.join(fields) or 'none'}")
+def _no_text(text_field: str, sizes: Mapping[str, int], what: str = "text in field") -> BadRecord:
+  """Names all fields, and the one that is probably meant: the longest."""
+  message = f"no {what} {text_field!r}; it has {', '.join(sizes) or 'none'}"
+  others = {name: size for name, size in sizes.items() if size and name != text_field}
+  hint = f": try --text_field={max(others, key=lambda name: others[name])}" if others else ""
+  return BadRecord(message + hint)
 
 
 # ---- Framed records: length and bytes ------------------------------------------------------------
@@ -231,13 +250,34 @@ def _unframed(piece: Piece) -> Iterator[tuple[int, bytes | None]]:
     number += 1
 
 
-def _whole_file(file: IO[bytes], text_field: str) -> _Records:
-  """A text file is one document."""
+def _text_records(file: IO[bytes], border: str) -> _Records:
+  """The documents of a text file; those between two borders without their empty lines."""
+  if border == WHOLE_FILE:
+    yield from _whole_file(file)
+    return
+  separator = re.compile(BORDERS.get(border) or re.escape(border.encode()))
+  rest, skipping, mark = b"", False, _BYTE_ORDER_MARK
+  for block in itertools.chain(_blocks(file), [None]):
+    parts = separator.split(rest + (block or b""))
+    rest = b"" if block is None else parts.pop()
+    for part in parts:
+      document = part.removeprefix(mark).strip(b"\r\n")
+      if document.strip() and not skipping:
+        yield BadRecord(_TOO_LONG) if len(document) > MAX_DOCUMENT_BYTES else document
+      skipping, mark = False, b""
+    if len(rest) > MAX_DOCUMENT_BYTES and not skipping:
+      yield BadRecord(_TOO_LONG)
+      skipping = True
+    if skipping:
+      rest = rest[-len(border.encode()) :]  # of a marker, what may have begun
+
+
+def _whole_file(file: IO[bytes]) -> _Records:
   data = bytearray()
   for block in _blocks(file):
     data += block
     if len(data) > MAX_DOCUMENT_BYTES:
-      yield BadRecord(f"{_TOO_LONG}, or write one JSON object per line")
+      yield BadRecord(f"{_TOO_LONG}, or say where one ends: --border=blank_line, line or a marker")
       return
   yield bytes(data)
 
@@ -253,7 +293,11 @@ def _parquet_records(stored: IO[bytes], text_field: str) -> _Records:
     file = parquet.ParquetFile(stored, pre_buffer=False, buffer_size=PIECE_BYTES)
     columns = [file.schema.column(i).path for i in range(len(file.schema))]
     if text_field not in columns:
-      raise BadRecord(f"no column {text_field!r}; it has {', '.join(columns)}")
+      groups = [file.metadata.row_group(i) for i in range(min(1, file.num_row_groups))]
+      sizes = {
+        c: sum(g.column(i).total_uncompressed_size for g in groups) for i, c in enumerate(columns)
+      }
+      raise _no_text(text_field, sizes, "column")
     for i in range(file.num_row_groups):
       group = file.metadata.row_group(i)
       column_bytes = group.column(columns.index(text_field)).total_uncompressed_size
@@ -291,13 +335,13 @@ def _example_text(record: bytes, text_field: str) -> str:
     raise BadRecord(f"not a tf.Example: {e}") from e
   values = features.get(text_field)
   if not values or len(values) > 1:
-    raise _no_text(text_field, features)
+    raise _no_text(text_field, {k: sum(map(len, v or ())) for k, v in features.items()})
   return _plain_text(values[0], text_field)
 
 
 # By kind of file: its records, and the text of one.
 _FRAMED: dict[str, tuple[Callable[[Any, str], _Records], Callable[[Any, str], str]]] = {
   "parquet": (_parquet_records, _plain_text),
-  "text": (_whole_file, _plain_text),
+  "text": (_text_records, _plain_text),
   "tfrecord": (_tf_records, _example_text),
 }

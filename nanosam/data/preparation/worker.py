@@ -31,6 +31,8 @@ from nanosam.system.processes import exit_with_parent
 T = TypeVar("T")
 RECORD = "chunk.json"
 INPUT = "input"
+SPLITS = ("train", "validation")
+PLACES = 2**64
 TEXT_FIELD = "text"  # in the output, whatever the input calls it
 SHOWN_PROBLEMS = 5
 _BIG_PIECE_BYTES = 8 << 20
@@ -43,12 +45,30 @@ class Rules:
   text_field: str
   validation_fraction: float  # of the documents in files that belong to no split
   on_error: str  # fail | skip
+  border: str = formats.WHOLE_FILE  # between the documents of a text file
+  cut: int = 0  # where a lone document is cut, in characters: what follows is for validation
+
+  def pieces(self, path: str, **size: int) -> Iterator[formats.Piece | formats.Problem]:
+    return formats.pieces(path, self.text_field, border=self.border, **size)
+
+  def parts(self, document: formats.Document) -> Iterator[tuple[str, formats.Document]]:
+    """The splits that a document belongs to, each with its part of the text."""
+    if not self.cut:
+      yield self.split_of(document), document
+      return
+    halves = document.text[: self.cut], document.text[self.cut :]
+    for split, text in zip(SPLITS, halves, strict=True):
+      yield split, formats.Document(document.number, text, text.encode())
 
   def split_of(self, document: formats.Document) -> str:
     """By a hash of the text, so that copies of a document are always in the same split."""
-    digest = hashlib.sha256(document.utf8).digest()
-    is_validation = int.from_bytes(digest[:8], "big") < self.validation_fraction * 2**64
+    is_validation = place(document) < self.validation_fraction * PLACES
     return "validation" if is_validation else "train"
+
+
+def place(document: formats.Document) -> int:
+  """A number below PLACES, by a hash of the text."""
+  return int.from_bytes(hashlib.sha256(document.utf8).digest()[:8], "big")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +130,11 @@ def process(chunk: Chunk, rules: Rules, tokenizer_path: str) -> dict[str, Any]:
       with _one_at_a_time if size >= _BIG_PIECE_BYTES else contextlib.nullcontext():
         parsed = formats.documents(formats.Piece(path, first, f.read(size), 0), rules.text_field)
         for document in problems.without(parsed):
-          split = chunk.split or rules.split_of(document)
-          if split not in writers:
-            writers[split] = _SplitWriter(chunk.directory, split, tokenizer)
-          writers[split].add(document)
+          parts = [(chunk.split, document)] if chunk.split else rules.parts(document)
+          for split, part in parts:
+            if split not in writers:
+              writers[split] = _SplitWriter(chunk.directory, split, tokenizer)
+            writers[split].add(part)
   record = {
     "splits": {split: writer.commit() for split, writer in sorted(writers.items())},
     "skipped": problems.count,

@@ -21,10 +21,10 @@ from nanosam.system.errors import UsageError
 TEXTS = [f"Document {i}: café, 漢字 😀\nsecond line {'word ' * (i % 50)}" for i in range(300)]
 
 
-def read(path, text_field="text", piece_bytes=formats.PIECE_BYTES):
+def read(path, text_field="text", piece_bytes=formats.PIECE_BYTES, **more):
   """(documents by number, problems)"""
   items: list[Document | Problem] = []
-  for piece in formats.pieces(str(path), text_field, piece_bytes):
+  for piece in formats.pieces(str(path), text_field, piece_bytes, **more):
     items += [piece] if isinstance(piece, Problem) else formats.documents(piece, text_field)
   problems = [i for i in items if isinstance(i, Problem)]
   return {i.number: i.text for i in items if isinstance(i, Document)}, problems
@@ -96,7 +96,10 @@ def test_unknown_kind_lists_the_known(tmp_path):
   [
     (b'{"text": "cut', "invalid JSON"),
     (b"[1, 2]", "not a JSON object"),
-    (b'{"body": "x", "url": "y"}', "no text in field 'text'; it has body, url"),
+    (
+      b'{"body": "x", "url": "y.z", "n": 1234}',
+      "no text in field 'text'; it has body, url, n: try --text_field=url",
+    ),
     (b'{"text": null}', "no text in field 'text'"),
     (b'{"text": 5}', "not text but int"),
     (b'{"text": ""}', "empty document"),
@@ -178,7 +181,7 @@ def test_damaged_tfrecords(tmp_path):
   assert documents == {1: TEXTS[0], 6: TEXTS[2]}
   assert [(p.number, p.reason) for p in problems] == [
     (2, "the record's checksum does not match"),
-    (3, "no text in field 'text'; it has body"),
+    (3, "no text in field 'text'; it has body: try --text_field=body"),
     (4, "not a tf.Example: it cannot be parsed"),
     (5, "no text in field 'text'; it has text"),
     (7, "cannot be read further: the file ends within a record"),
@@ -216,7 +219,9 @@ def test_bad_parquet(tmp_path, monkeypatch):
     3: "empty document",
     4: formats._TOO_LONG,
   }
-  assert read(path, "body")[1] == [Problem(str(path), 0, "no column 'body'; it has text, n")]
+  assert read(path, "body")[1] == [
+    Problem(str(path), 0, "no column 'body'; it has text, n: try --text_field=text")
+  ]
   assert "cannot be read as Parquet" in read(path, "n")[1][0].reason
   path.write_bytes(path.read_bytes()[:-20])
   assert "cannot be read as Parquet" in read(path)[1][0].reason
@@ -259,6 +264,38 @@ print(sum(found), re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").re
   found, peak_kib = map(int, done.stdout.split())
   assert found == sum(len(b) + 4 for b in books)
   assert peak_kib < 700 << 10
+
+
+@pytest.mark.parametrize("read_bytes", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+  "border, text, expected",
+  [
+    ("line", "a b\n\n  c\r\nd", ["a b", "  c", "d"]),
+    ("blank_line", "\n\na\nb\n \t\n\n\nc\r\n\r\nd\n\n", ["a\nb", "c", "d"]),
+    ("<|end|>", "<|end|>a\n<|end|>\nb <|en d<|end|><|end|>", ["a", "b <|en d"]),
+    ("line", "\ufeffa\nb", ["a", "b"]),
+    ("line", "\n \n", []),
+  ],
+)
+def test_borders_of_text(tmp_path, monkeypatch, read_bytes, border, text, expected):
+  """However the file is read, and in pieces of any size."""
+  monkeypatch.setattr(formats, "_READ_BYTES", read_bytes)
+  path = tmp_path / "a.txt.gz"
+  path.write_bytes(gzip.compress(text.encode()))
+  for piece_bytes in (1, 1000):
+    documents, problems = read(path, piece_bytes=piece_bytes, border=border)
+    assert list(documents.values()) == expected and not problems
+    assert list(documents) == list(range(1, len(expected) + 1))
+
+
+def test_a_document_between_borders_may_be_too_long(tmp_path, monkeypatch):
+  monkeypatch.setattr(formats, "MAX_DOCUMENT_BYTES", 100)
+  monkeypatch.setattr(formats, "_READ_BYTES", 30)
+  for long in (101, 120, 1000):
+    (tmp_path / "a.txt").write_text(f"a<|>{'x' * long}<|>b<|>c")
+    documents, problems = read(tmp_path / "a.txt", border="<|>")
+    assert documents == {1: "a", 3: "b", 4: "c"}
+    assert problems == [Problem(str(tmp_path / "a.txt"), 2, formats._TOO_LONG)]
 
 
 def test_invalid_utf8_in_text(tmp_path):
