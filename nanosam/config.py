@@ -67,6 +67,9 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   c.eval_every_steps = 500
   c.eval_steps = 32  # eval_steps x eval_batch_size sequences: a fixed set
   c.eval_batch_size = 64
+  # packed: whole documents end to end, like training; documents: the first L tokens of one document
+  # a row, as the reference evaluates (its last position predicts nothing).
+  c.eval_rows = "packed"
   c.log_every_steps = 10
 
   c.checkpoint = True
@@ -212,6 +215,7 @@ def paper(size: str, method: str) -> ml_collections.ConfigDict:
   """What all of the paper's runs share, with what each size needs to fit its devices."""
   c = default(size=size, method=method)
   c.data.source = "tokens:data/c4"
+  c.eval_rows = "documents"  # so that losses compare with the published ones
   c.model.remat = size in ("42.5M", "117.9M", "1208M")
   if size == "1208M":
     c.model.scan_layers = True  # one compiled layer instead of six

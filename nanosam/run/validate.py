@@ -6,6 +6,7 @@ import re
 import ml_collections
 
 from nanosam.config import flat, lookup
+from nanosam.data.batch import EVAL_ROWS
 from nanosam.model.classifier import NETWORKS
 from nanosam.model.transformer import ACTIVATIONS, ATTENTIONS
 from nanosam.model.vision import POOLINGS
@@ -34,6 +35,7 @@ CHOICES = {
   "guard.policy": ("abort", "skip"),
   "guard.perturbed": ("abort", "skip", "plain"),
   "wandb.mode": WANDB_MODES,
+  "eval_rows": EVAL_ROWS,
 }
 AT_LEAST_ONE = """
   model.D model.H model.L model.N model.F model.image_size model.patch_size batch_size
@@ -95,6 +97,7 @@ def validate(c: ml_collections.ConfigDict) -> None:
     )
     need(m.L == 1, f"model.L={m.L}: an image has one label, so set model.L=1")
     need(not c.data.mask_documents, "data.mask_documents is for text: images have no documents")
+    need(c.eval_rows == "packed", "eval_rows=documents is for text: images have no documents")
 
 
 def check_source(c: ml_collections.ConfigDict, image_size: int) -> None:

@@ -12,7 +12,7 @@ REPLICATE = ("seed", "data_seed")
 # The data's fingerprint and the eval set are compared themselves; how often a run is evaluated, or
 # warns, makes no difference.
 NOT_COMPARED = {"data.source", "data.vocab_size", "data.repeat", "guard.spike"} | {
-  f"eval_{name}" for name in ("every_steps", "steps", "batch_size")
+  f"eval_{name}" for name in ("every_steps", "steps", "batch_size", "rows")
 }
 # A key that differs in proportion to another which is compared does not differ by itself.
 FOLLOWS = {
