@@ -105,7 +105,8 @@ def _model(size: str) -> ml_collections.ConfigDict:
 
 def _opt(method: str, model: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   o = ml_collections.ConfigDict()
-  o.method = method  # a row of METHODS in nanosam/optim/methods.py
+  o.method = method  # a row of METHODS in nanosam/optim/methods.py, or path/to/file.py:NAME
+  o.method_sha256 = ""  # of that file; set by the program
   o.base = "adamw"  # adamw | sgd | lion | adafactor | muon
   # Learning rate and weight decay.
   o.num_train_steps = 10_000

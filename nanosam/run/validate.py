@@ -13,6 +13,7 @@ from nanosam.model.vision import POOLINGS
 from nanosam.optim import methods, schedules
 from nanosam.optim.base import AVERAGES, BASES
 from nanosam.optim.direction import VARIANTS
+from nanosam.run import own_method
 from nanosam.run.log import WANDB_MODES
 from nanosam.run.profiling import parse_steps
 from nanosam.system.errors import UsageError, need
@@ -53,7 +54,11 @@ REGEXES = ("opt.weight_decay_params", "opt.perturb_params")
 
 
 def validate(c: ml_collections.ConfigDict) -> None:
-  """Raises a UsageError for the first setting that cannot work, and says what would."""
+  """Raises a UsageError for the first setting that cannot work, and says what would.
+
+  Makes a method in a file of the user's known, and records its hash in the config.
+  """
+  own_method.adopt(c)
   values = flat(c)
   need(c.workdir, "no workdir: set --config.workdir=DIR")
   for key, known in CHOICES.items():

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from nanosam.study.runs import FINISHED, Run
+from nanosam.study.runs import FINISHED, METHOD_FILE, Run
 from nanosam.system.errors import UsageError, nearest
 
 REPLICATE = ("seed", "data_seed")
@@ -34,6 +34,8 @@ def differing_keys(a: Keys, b: Keys, varied: Iterable[str]) -> list[str]:
 
 def _follows(a: Keys, b: Keys, key: str) -> bool:
   """Whether a key differs only in proportion to its leader; steps may be rounded up or down."""
+  if key == METHOD_FILE:
+    return a["opt.method"] != b["opt.method"]
   if key == "opt.perturbed_dtype":
     return a[key] == a["model.dtype"] and b[key] == b["model.dtype"]
   leader = FOLLOWS.get(key)

@@ -269,7 +269,7 @@ def test_validation_masks_documents(source):
 
 @pytest.mark.parametrize("length", [8, 200])
 def test_rows_of_one_document_are_the_references(source, length):
-  """[:L] of bos, text and eos; inputs are the row, targets the same shifted, bos never among them."""
+  """[:L] of bos, text and eos: the inputs; shifted by one, the targets, which have no bos."""
   tok = source.tokenizer
   found = source.validation(L=length, rows=12, mask_documents=False, eval_rows="documents")
   texts = VALIDATION[:12]
