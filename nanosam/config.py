@@ -7,6 +7,7 @@ changes a result has a default anywhere else, and no key can be added by acciden
 import ast
 import json
 import math
+import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -301,6 +302,9 @@ def override(config: ml_collections.ConfigDict, key: str, text: str) -> None:
 def load(spec: str) -> ml_collections.ConfigDict:
   """The config of `FILE.py[:arguments]`."""
   file, _, arg = spec.partition(":")
+  shipped = pathlib.Path(__file__).parent / file  # configs/... in a wheel, where no clone is
+  if file.startswith("configs/") and shipped.is_file() and not pathlib.Path(file).exists():
+    file = str(shipped)
 
   def checked(config: Any) -> ml_collections.ConfigDict:
     if not isinstance(config, ml_collections.ConfigDict):

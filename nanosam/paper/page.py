@@ -158,7 +158,7 @@ def _folded_markdown(summary: str, lines: list[str]) -> list[str]:
 COLOURS = sorted({INK, MUTED, GRID, *(colour for colour, _ in STYLES.values())})
 
 
-def _style() -> str:
+def style() -> str:
   """page.css, and the colours of the figures on a light and on a dark page."""
   light, dark = (
     "".join(f"--{c[1:].lower()}:{changed.get(c, c)};" for c in COLOURS) for changed in ({}, DARK)
@@ -175,7 +175,7 @@ def to_html(title: str, sections: Sequence[Section]) -> str:
     [
       '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
       '<meta name="viewport" content="width=device-width, initial-scale=1">',
-      f"<title>{_text(title)}</title>\n<style>\n{_style()}\n</style>\n</head>\n<body>",
+      f"<title>{_text(title)}</title>\n<style>\n{style()}\n</style>\n</head>\n<body>",
       f'<header><h1>{_text(title)}</h1>\n<nav aria-label="Contents"><ul>{links}</ul></nav>',
       "</header>\n<main>",
       *(x for n, (name, lines) in numbered for x in _section(name, lines, 2, f' id="s{n}"')),
