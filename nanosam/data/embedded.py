@@ -101,7 +101,8 @@ def _runs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
 def _without(document: str, shared: Set[tuple[str, ...]]) -> str:
   """A document without the lines that a shared run of words touches."""
   lines = document.split("\n")
-  words, line_of = [], []
+  words: list[str] = []
+  line_of: list[int] = []
   for number, line in enumerate(lines):
     words += line.split()
     line_of += [number] * (len(words) - len(line_of))

@@ -257,11 +257,12 @@ def summary(runs: list[Run], sets: list[RunSet], made: str) -> Section:
     rows.append([*row, tables.covers(best), beware])
   head = ["setting", "best method", tables.LOSS, "seeds", f"minus {ADAMW}"]
   head += [f"{comparison.CONFIDENCE:.0%} interval".replace("%", " %"), "covers", "beware"]
-  blocks = [Text(text), Grid("Best of each setting", Table(head, rows))]
+  blocks: list[page.Block] = [Text(text), Grid("Best of each setting", Table(head, rows))]
   if any(row[-2] == tables.COVERS["units"] for row in rows):
     blocks.append(Text(ONE_SEED))
-  facts = [Grid("What was run", provenance(finished))] if finished else []
-  return Section("In short", [*blocks, *facts])
+  if finished:
+    blocks.append(Grid("What was run", provenance(finished)))
+  return Section("In short", blocks)
 
 
 def run_table(runs: list[Run]) -> Table:
