@@ -184,6 +184,7 @@ def _labels(values: Iterable[Any]) -> list[str]:
 
 def _resolve(baseline: str, groups: Sequence[Group]) -> str:
   """The label of the baseline: also by a part of it ("adamw" of "adamw, 0.1"), if one has that."""
+  baseline = baseline.replace(", None", "")  # labels had that for keys that a method does not have
   if any(g.label == baseline for g in groups):
     return baseline
   found = [g.label for g in groups if baseline in map(tables.show, g.keys.values())]
