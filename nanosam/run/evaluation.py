@@ -37,7 +37,8 @@ class Evaluation(NamedTuple):
     """Standard error of the loss over other text, for this very model; by the units that `compare`
     uses, since neighbouring sequences of one document are not independent."""
     rows = len(self.nll_R)
-    starts = np.arange(0, rows, rows_per_unit(rows, self.documents))
+    length = min(rows_per_unit(rows, self.documents), -(-rows // 2))  # of one unit: no error at all
+    starts = np.arange(0, rows, length)
     residual_U = np.add.reduceat(self.nll_R - self.loss * self.weight_R, starts)
     n = len(starts)
     return float(math.sqrt(n / max(n - 1, 1) * np.sum(residual_U**2)) / self.weight_R.sum())
