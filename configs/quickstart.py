@@ -2,7 +2,7 @@
 
 python -m nanosam.train --config=configs/quickstart.py[:method=sam]
 
-600 steps, about two minutes on two CPU cores with AdamW. Expect an eval loss of about 4.95; it
+600 steps, about two minutes on two CPU cores with AdamW. Expect an eval loss of about 5.04; it
 depends on the versions of the packages whose documentation is the corpus.
 """
 

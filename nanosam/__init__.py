@@ -9,6 +9,7 @@ _PUBLIC = {  # imported when used: a look at a config must not wait for JAX
   "value_and_grad": "nanosam.optim.transform",
   "hessian_vector_product": "nanosam.curvature.products",
   "tau": "nanosam.curvature.products",
+  "load": "nanosam.run.restore",
 }
 __all__ = list(_PUBLIC)
 

@@ -1,16 +1,17 @@
 """Compares runs: which is better, by how much, and how sure that is.
 
 python -m nanosam.compare DIR... [--by=opt.method] [--tune=opt.rho,...] [--baseline=adamw]
-  [--view=steps|compute|time] [--target=LOSS] [--confidence=0.95] [--json]
+  [--view=steps|compute|time] [--target=LOSS] [--confidence=0.95]
+  [--format=plain|markdown|csv|latex] [--json]
 """
 
 import json
 
-from nanosam.study import comparison
+from nanosam.study import comparison, tables
 from nanosam.study.runs import FINISHED, find_runs
 from nanosam.system import errors
 from nanosam.system.command_line import Parser
-from nanosam.system.errors import UsageError, UserError
+from nanosam.system.errors import UsageError, UserError, nearest
 from nanosam.system.files import strict_json
 
 
@@ -19,10 +20,11 @@ def main(argv: list[str]) -> None:
   p.add_argument("folders", nargs="+", metavar="DIR", help="workdirs, or folders of workdirs")
   p.add_argument("--by", default="opt.method", help="keys that form groups")
   p.add_argument("--tune", default="", help="keys for which each group takes its best value")
-  p.add_argument("--baseline", default="adamw", help="the group to compare with")
+  p.add_argument("--baseline", default="", help="the group to compare with (default: adamw)")
   p.add_argument("--view", default="steps", choices=comparison.VIEWS)
   p.add_argument("--target", type=float, help="a loss (default: the baseline's)")
   p.add_argument("--confidence", type=float, default=comparison.CONFIDENCE)
+  p.add_argument("--format", default="plain", choices=tables.FORMATS, help="plain has notes too")
   p.add_argument("--json", action="store_true", help="print one JSON object")
   args = p.parse_args(argv[1:])
   if not 0 < args.confidence < 1:
@@ -34,15 +36,21 @@ def main(argv: list[str]) -> None:
     runs,
     by=args.by.split(","),
     tune=[k for k in args.tune.split(",") if k],
-    baseline=args.baseline,
+    baseline=args.baseline or comparison.ADAMW,
     view=args.view,
     target=args.target,
     confidence=args.confidence,
   )
+  if args.baseline and not report.group(report.baseline):
+    labels = [g.label for g in report.groups]
+    raise UsageError(f"no group is --baseline={args.baseline}: {nearest(args.baseline, labels)}")
   report.notes = notes + report.notes
-  print(
-    json.dumps(strict_json(report.to_json()), indent=2) if args.json else comparison.text(report)
-  )
+  if args.json:
+    print(json.dumps(strict_json(report.to_json()), indent=2))
+  elif args.format == "plain":
+    print(comparison.text(report))
+  else:
+    print("\n".join(tables.FORMATS[args.format](comparison.table(report))))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ changes a result has a default anywhere else, and no key can be added by acciden
 import ast
 import json
 import math
+import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -67,6 +68,9 @@ def default(size: str = "2M", method: str = "adamw") -> ml_collections.ConfigDic
   c.eval_every_steps = 500
   c.eval_steps = 32  # eval_steps x eval_batch_size sequences: a fixed set
   c.eval_batch_size = 64
+  # packed: whole documents end to end, like training; documents: the first L tokens of one document
+  # a row, as the reference evaluates (its last position predicts nothing).
+  c.eval_rows = "packed"
   c.log_every_steps = 10
 
   c.checkpoint = True
@@ -102,7 +106,8 @@ def _model(size: str) -> ml_collections.ConfigDict:
 
 def _opt(method: str, model: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   o = ml_collections.ConfigDict()
-  o.method = method  # a row of METHODS in nanosam/optim/methods.py
+  o.method = method  # a row of METHODS in nanosam/optim/methods.py, or path/to/file.py:NAME
+  o.method_sha256 = ""  # of that file; set by the program
   o.base = "adamw"  # adamw | sgd | lion | adafactor | muon
   # Learning rate and weight decay.
   o.num_train_steps = 10_000  # updates
@@ -227,6 +232,7 @@ def paper(size: str, method: str) -> ml_collections.ConfigDict:
   """What all of the paper's runs share, with what each size needs to fit its devices."""
   c = default(size=size, method=method)
   c.data.source = "tokens:data/c4"
+  c.eval_rows = "documents"  # so that losses compare with the published ones
   c.model.remat = size in ("42.5M", "117.9M", "1208M")
   if size == "1208M":
     c.model.scan_layers = True  # one compiled layer instead of six
@@ -322,6 +328,9 @@ def override(config: ml_collections.ConfigDict, key: str, text: str) -> None:
 def load(spec: str) -> ml_collections.ConfigDict:
   """The config of `FILE.py[:arguments]`."""
   file, _, arg = spec.partition(":")
+  shipped = pathlib.Path(__file__).parent / file  # configs/... in a wheel, where no clone is
+  if file.startswith("configs/") and shipped.is_file() and not pathlib.Path(file).exists():
+    file = str(shipped)
 
   def checked(config: Any) -> ml_collections.ConfigDict:
     if not isinstance(config, ml_collections.ConfigDict):

@@ -63,7 +63,12 @@ def parser() -> RunParser:
   )
   add("--batches", type=int, default=4, help="to average over (default 4)")
   add("--batch_size", type=int, default=0, help="sequences of each (default: the run's)")
-  add("--residual", type=float, default=0.01, help="of eigenvalues, relative (default 0.01)")
+  add(
+    "--residual",
+    type=float,
+    default=0.01,
+    help="of eigenvalues of H in fp32, relative (default 0.01)",
+  )
   add("--iterations", type=int, default=200, help="of Lanczos at most (default 200)")
   add("--sem", type=float, default=0.03, help="standard error of traces, relative (default 0.03)")
   add("--probes", type=int, default=256, help="for the traces, at most (default 256)")

@@ -4,10 +4,13 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import nanosam
 from nanosam import sample
 from nanosam.data.batch import Batch
+from nanosam.model import sharding
 from nanosam.model.transformer import unembedding
 from nanosam.run import restore
 from nanosam.system import errors
@@ -150,3 +153,22 @@ def test_a_damaged_checkpoint_is_refused(whole, tmp_path):
   message = str(error(f"--workdir={other}"))
   assert "checkpoint 16" in message and "there are also 12" in message
   assert (other / "checkpoints" / "16").exists()
+
+
+def test_a_run_in_a_notebook(whole):
+  run = nanosam.load(whole)
+  assert run.config.model.D == 16 and run.metrics[-1]["step"] == run.step == 16
+  tokenizer = run.source.tokenizer
+  text = "Return the"
+  logits_1xTxV = run.logits(text)
+  ids = np.array([[tokenizer.bos_id, *tokenizer.encode(text)]])
+  assert logits_1xTxV.shape == (*ids.shape, tokenizer.vocab_size)
+  # Its own losses are the evaluator's.
+  inputs, targets = ids[:, :-1], ids[:, 1:]
+  batch = Batch(np.tile(inputs, (8, 1)), np.tile(targets, (8, 1)), np.ones((8, targets.size)))
+  with jax.set_mesh(run.mesh):
+    expected = run.model.token_losses(run.params, sharding.to_devices(batch, run.mesh))[0]
+  found = optax.softmax_cross_entropy_with_integer_labels(run.logits(inputs)[0], targets[0])
+  np.testing.assert_allclose(found, expected, rtol=1e-4)
+  with pytest.raises(errors.UsageError, match="33 tokens are more than the model's context of 32"):
+    run.logits(np.zeros((1, 33), int))

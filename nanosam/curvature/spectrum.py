@@ -16,7 +16,9 @@ LARGEST, SMALLEST = -1, 0  # algebraically
 
 class Eigenvalue(NamedTuple):
   value: float
-  residual: float  # |A x - value x| of its unit vector x: some eigenvalue is no further than this
+  # |A x - value x| of its unit vector x: some eigenvalue of A as it is computed, in fp32, is no
+  # further than this. How far that A is from the exact one is another matter.
+  residual: float
 
 
 class Lanczos:

@@ -1,6 +1,7 @@
 """Batches, and the options of the streams that make them."""
 
 import hashlib
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -32,9 +33,20 @@ class Batch(NamedTuple):
 class EvalSet(NamedTuple):
   batch: Batch  # all rows, [R, L]
   bytes: int  # exact UTF-8 bytes of its documents, for bits per byte
-  documents: int
+  documents: int  # 0 for images, which are independent of each other
 
 
+def rows_per_unit(rows: int, documents: int | None) -> int:
+  """How many neighbouring rows of an eval set count as one observation.
+
+  Packed rows are cut from documents in order, so neighbours may come from one document and are not
+  independent: a unit is a stretch of rows as long as two average documents (most text is in
+  documents longer than average). Where each row is a document, or an image, it is one row.
+  """
+  return max(1, math.ceil(2 * rows / documents)) if documents and documents != rows else 1
+
+
+EVAL_ROWS = ("packed", "documents")  # what a row of text is cut from
 TOO_FEW_TOKENS = "train for fewer steps, add more data, or repeat it with --config.data.repeat=True"
 
 

@@ -275,7 +275,9 @@ class ImageSource:
   def independent_rows(self, L: int) -> int:
     return len(self._train)
 
-  def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
+  def validation(
+    self, *, L: int, rows: int, mask_documents: bool, eval_rows: str = "packed"
+  ) -> EvalSet:
     """The first `rows` images, or all."""
     batch = self._validation.batch(range(min(rows, len(self._validation))))
     return EvalSet(batch, bytes=0, documents=0)

@@ -13,7 +13,7 @@ from typing import Protocol
 import grain
 import numpy as np
 
-from nanosam.data.batch import Batch, StreamOptions
+from nanosam.data.batch import Batch, EvalSet, StreamOptions
 from nanosam.data.store import Split
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UserError
@@ -62,6 +62,22 @@ def documents_that_fit(lengths_D: np.ndarray, rows: int, L: int) -> int:
       "raise eval_steps or eval_batch_size"
     )
   return documents
+
+
+def first_tokens(
+  heads: Sequence[np.ndarray], table_Dx2: np.ndarray, *, L: int, tokenizer: Tokenizer
+) -> EvalSet:
+  """A row for each document, its first L tokens: how Nanodo evaluates, whose rows of L tokens have
+  L - 1 targets. `table` has the tokens and the bytes of the whole documents."""
+  if not heads:
+    raise UserError("there is no validation document: prepare the data with some")
+  num_bytes = 0
+  for head, (length, size) in zip(heads, table_Dx2, strict=True):
+    if len(head) < length:  # a character that was cut in two counts as not there
+      size = len(tokenizer.decode(head.tolist()).rstrip("\ufffd").encode())
+    num_bytes += int(size)
+  batch = pack_rows(heads, L=L, tokenizer=tokenizer, mask_documents=False)
+  return EvalSet(batch, num_bytes, len(heads))
 
 
 def shuffled(position: int, size: int, data_seed: int) -> int:

@@ -9,12 +9,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import numpy as np
 from etils import epath
 
 from nanosam.data import images
 from nanosam.data.batch import TOO_FEW_TOKENS, EvalSet, StreamOptions
 from nanosam.data.embedded import build_embedded
-from nanosam.data.packing import HostBatches, TokenRows, documents_that_fit, num_rows, pack_tokens
+from nanosam.data.packing import (
+  HostBatches,
+  TokenRows,
+  documents_that_fit,
+  first_tokens,
+  num_rows,
+  pack_tokens,
+)
 from nanosam.data.store import MANIFEST, TOKENIZER, StoreReader, read_manifest
 from nanosam.data.stream import StoreStream, Stream
 from nanosam.data.tokenizer import Tokenizer
@@ -41,8 +49,10 @@ class Source(Protocol):
     """Of the training split: images, or rows of text, but no more than there are documents."""
     ...
 
-  def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
-    """A fixed set of images, or of whole documents, in at most `rows` rows."""
+  def validation(
+    self, *, L: int, rows: int, mask_documents: bool, eval_rows: str = "packed"
+  ) -> EvalSet:
+    """A fixed set of images, or of documents (packed: whole ones), in at most `rows` rows."""
     ...
 
 
@@ -142,8 +152,12 @@ def source_of(data: Any, source: str = "") -> Source:
 
 def eval_set(source: Source, c: Any) -> EvalSet:
   """The sequences that a run with this config is evaluated on."""
-  rows = c.eval_steps * c.eval_batch_size
-  return source.validation(L=c.model.L, rows=rows, mask_documents=c.data.mask_documents)
+  return source.validation(
+    L=c.model.L,
+    rows=c.eval_steps * c.eval_batch_size,
+    mask_documents=c.data.mask_documents,
+    eval_rows=c.eval_rows,
+  )
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -193,8 +207,16 @@ class StoreSource:
   def independent_rows(self, L: int) -> int:
     return min(num_rows(self.train_tokens, L), self.train_documents)
 
-  def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
+  def validation(
+    self, *, L: int, rows: int, mask_documents: bool, eval_rows: str = "packed"
+  ) -> EvalSet:
     table = self._validation.documents()
+    if eval_rows == "documents":
+      table = table[:rows]
+      starts = table[:, 0].cumsum() - table[:, 0]
+      lengths = np.minimum(table[:, 0], L)
+      heads = [self._validation.read(s, s + n) for s, n in zip(starts, lengths, strict=True)]
+      return first_tokens(heads, table, L=L, tokenizer=self.tokenizer)
     documents = documents_that_fit(table[:, 0], rows, L)
     num_tokens, num_bytes = (int(n) for n in table[:documents].sum(0))
     tokens = self._validation.read(0, num_tokens)

@@ -21,7 +21,13 @@ import numpy as np
 from etils import epath
 
 from nanosam.data.batch import TOO_FEW_TOKENS, Batch, EvalSet, StreamOptions
-from nanosam.data.packing import documents_that_fit, num_rows, pack_tokens, shuffled
+from nanosam.data.packing import (
+  documents_that_fit,
+  first_tokens,
+  num_rows,
+  pack_tokens,
+  shuffled,
+)
 from nanosam.data.store import TEXT, TOKENIZER
 from nanosam.data.stream import Stream
 from nanosam.data.tokenizer import Tokenizer
@@ -204,7 +210,14 @@ class TfdsSource:
   def independent_rows(self, L: int) -> int:
     return min(num_rows(self.train_tokens, L), self.train_documents)
 
-  def validation(self, *, L: int, rows: int, mask_documents: bool) -> EvalSet:
+  def validation(
+    self, *, L: int, rows: int, mask_documents: bool, eval_rows: str = "packed"
+  ) -> EvalSet:
+    if eval_rows == "documents":
+      texts = self._validation.read(range(min(rows, len(self._validation))))
+      whole = _framed(self.tokenizer, texts)
+      table = np.array([(len(ids), len(t.encode())) for ids, t in zip(whole, texts, strict=True)])
+      return first_tokens([ids[:L] for ids in whole], table, L=L, tokenizer=self.tokenizer)
     tokens: list[np.ndarray] = []
     num_bytes: list[int] = []
     for start in range(0, len(self._validation), _GROUP):

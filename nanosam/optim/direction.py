@@ -142,8 +142,9 @@ preconditioned_momentum = Direction(
 def denominator(moments: Moments, opt: Any, lookahead: Params | None) -> Params:
   """Adam's own M = (sqrt(nu_hat) + eps)^power.
 
-  With a gradient to look ahead to, nu is what Adam would have after seeing it: |g| / M is then
-  bounded by 1/sqrt(1 - b2), also for embedding rows that were hardly ever seen. Nothing is stored.
+  With a gradient to look ahead to, nu is what Adam would have after seeing it unclipped: |g| / M
+  is then bounded by 1/sqrt(1 - b2), also for embedding rows that were hardly ever seen. Nothing is
+  stored.
   """
   b2, count = opt.b2, jnp.asarray(moments.steps)
   nu = moments.nu

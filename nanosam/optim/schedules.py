@@ -26,7 +26,7 @@ def learning_rate(opt: Any) -> Schedule:
   """From the initial rate to the peak over the warmup, then down to the final one at the last step.
 
   `rsqrt` and `constant` have no end and ignore the final rate; `wsd` holds the peak and decays
-  linearly over the last `wsd_decay_fraction` of training.
+  linearly over the last `wsd_decay_fraction` of training. All but `wsd` are Nanodo's.
   """
   init, peak, final = opt.init_learning_rate, opt.peak_learning_rate, opt.final_learning_rate
   warmup_steps, num_train_steps = opt.warmup_steps, opt.num_train_steps
@@ -35,7 +35,7 @@ def learning_rate(opt: Any) -> Schedule:
   decays: dict[str, Callable[[jax.Array], jax.Array]] = {
     "cosine": lambda s: _cosine(jnp.clip((s - warmup_steps) / decay_steps, 0, 1), peak, final),
     "linear": lambda s: _linear(jnp.clip((s - warmup_steps) / decay_steps, 0, 1), peak, final),
-    "rsqrt": lambda s: peak * jnp.sqrt(max(warmup_steps, 1) / jnp.maximum(s, max(warmup_steps, 1))),
+    "rsqrt": lambda s: peak * jnp.sqrt((1 + warmup_steps) / (1 + s)),
     "constant": lambda s: jnp.full_like(s, peak),
     "wsd": lambda s: _linear(
       jnp.clip((s - (num_train_steps - cooldown)) / cooldown, 0, 1), peak, final

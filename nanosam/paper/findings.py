@@ -52,6 +52,7 @@ def write_report(lab: Lab, argv: list[str]) -> None:
   folder.mkdir(parents=True, exist_ok=True)
   write_json(folder / RESULTS_FILE, results)
   write_atomically(folder / "table.md", table(lab, results).encode())
+  page.write_tables(folder / page.TABLES, experiment_blocks(results))
   for setting in lab.settings:
     if report := reports.get(setting.label):
       draw(lab, setting, report, folder)
@@ -216,7 +217,7 @@ def comparison_blocks(
   """A comparison in its JSON form, with its notes."""
   return [
     Grid(caption, tables.comparison(report, paper)),
-    *(Text(f"The interval covers {what}.") for what in tables.covered(report)),
+    *(Text(f"An interval covers {what}.") for what in tables.covered(report)),
     Items(report["notes"]),
   ]
 
@@ -233,26 +234,31 @@ def differences_figure(report: Mapping[str, Any], paper: Losses, name: str = "")
       published = theirs - base if theirs is not None and base is not None else None
       low, high = (i["low"], i["high"]) if i else (None, None)
       rows.append(figures.Row(g["label"], g["difference"], low, high, published))
+  kinds = ", ".join(sorted({tables.covers(g) for g in report["groups"] if tables.interval(g)}))
+  caption = f"Eval loss minus {ADAMW}'s (nats)"
+  caption += f"; lines: {tables.interval_head(report)}s over {kinds}" if kinds else ""
   values = Table(
     ["method", f"minus {ADAMW}", "low", "high", "paper"],
     [[r.method, *(tables.number(x, "+.4f") for x in r[1:])] for r in rows],
   )
   draw = functools.partial(figures.differences, rows=rows)
-  return [Figure(f"{name}-differences", f"Eval loss minus {ADAMW}'s", values, draw)] if rows else []
+  return [Figure(f"{name}-differences", caption, values, draw)] if rows else []
 
 
 def pruning_figure(found: measures.Found, name: str = "") -> list[Figure]:
   """`found`: prune.json of the final models."""
   runs = [run for members in found.values() for run in members]
-  caption = "Eval loss after setting the smallest weights to zero, without retraining"
-  values = values_of("sparsity", figures.pruning_curves(runs), ".4f")
+  curves = figures.pruning_curves(runs)
+  caption = "Eval loss (nats) after setting the smallest weights to zero, without retraining"
+  caption += figures.bands(curves)
+  values = values_of("sparsity", curves, ".4f")
   draw = functools.partial(figures.pruning, runs=runs)
   return [Figure(f"{name}-pruning", caption, values, draw)] if runs else []
 
 
 def rho_figure(report: Report, name: str = "") -> list[Figure]:
   curves, baseline = rho_curves(report)
-  caption = f"Eval loss against rho, on the seeds that every rho has; dashed: {ADAMW}"
+  caption = f"Eval loss (nats) against rho, on the seeds that every rho has; dashed: {ADAMW}"
   values = values_of("rho", curves, ".4f")
   draw = functools.partial(figures.loss_against_rho, curves=curves, baseline=baseline)
   return [Figure(f"{name}-rho", caption, values, draw)] if curves else []

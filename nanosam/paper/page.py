@@ -17,7 +17,7 @@ from nanosam.study.figures import DARK, GRID, INK, MUTED, STYLES, Target
 from nanosam.study.tables import Table
 from nanosam.system.files import write_atomically
 
-FIGURES = "figures"  # their folder, beside the Markdown
+FIGURES, TABLES = "figures", "tables"  # their folders, beside the Markdown
 
 
 class Text(NamedTuple):
@@ -75,8 +75,42 @@ def write(out: pathlib.Path, title: str, sections: Sequence[Section]) -> None:
   for f in _figures(sections):
     by_itself = f.svg.replace("<svg ", '<svg style="background: white" ', 1)
     write_atomically(out / FIGURES / f"{f.name}.svg", by_itself.encode())
+  write_tables(out / TABLES, sections)
   write_atomically(out / "report.html", to_html(title, sections).encode())
   write_atomically(out / "report.md", to_markdown(title, sections).encode())
+
+
+def write_tables(folder: pathlib.Path, sections: Sequence[Block]) -> None:
+  """Every table as CSV and as LaTeX, named by its section and caption."""
+  folder.mkdir(parents=True, exist_ok=True)
+  for name, table in named_tables(sections).items():
+    for suffix, lines in (("csv", tables.csv_lines(table)), ("tex", tables.latex(table))):
+      write_atomically(folder / f"{name}.{suffix}", "\n".join([*lines, ""]).encode())
+
+
+def named_tables(blocks: Sequence[Block], prefix: str = "") -> dict[str, Table]:
+  found: dict[str, Table] = {}
+  for block in blocks:
+    inner: dict[str, Table] = {}
+    match block:
+      case Grid(caption, table) if table.rows:
+        inner = {_slug(f"{prefix} {caption}"): table}
+      case Figures(drawn):
+        inner = {_slug(f"{prefix} {f.name}"): f.values for f in drawn}
+      case Folded():
+        inner = named_tables(block.blocks, prefix)
+      case Section(title):
+        inner = named_tables(block.blocks, f"{prefix} {title}")
+    for name, table in inner.items():
+      same = sum(
+        other == name or re.fullmatch(rf"{name}-\d+", other) is not None for other in found
+      )
+      found[f"{name}-{same + 1}" if same else name] = table
+  return found
+
+
+def _slug(text: str) -> str:
+  return "-".join(re.findall(r"[\w.]+", text.lower()))[:100]
 
 
 def _figures(blocks: Sequence[Block]) -> Iterator[Figure]:
@@ -124,7 +158,7 @@ def _folded_markdown(summary: str, lines: list[str]) -> list[str]:
 COLOURS = sorted({INK, MUTED, GRID, *(colour for colour, _ in STYLES.values())})
 
 
-def _style() -> str:
+def style() -> str:
   """page.css, and the colours of the figures on a light and on a dark page."""
   light, dark = (
     "".join(f"--{c[1:].lower()}:{changed.get(c, c)};" for c in COLOURS) for changed in ({}, DARK)
@@ -141,7 +175,7 @@ def to_html(title: str, sections: Sequence[Section]) -> str:
     [
       '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
       '<meta name="viewport" content="width=device-width, initial-scale=1">',
-      f"<title>{_text(title)}</title>\n<style>\n{_style()}\n</style>\n</head>\n<body>",
+      f"<title>{_text(title)}</title>\n<style>\n{style()}\n</style>\n</head>\n<body>",
       f'<header><h1>{_text(title)}</h1>\n<nav aria-label="Contents"><ul>{links}</ul></nav>',
       "</header>\n<main>",
       *(x for n, (name, lines) in numbered for x in _section(name, lines, 2, f' id="s{n}"')),

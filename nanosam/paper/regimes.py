@@ -219,7 +219,7 @@ class Study:
     if len({run.keys[METHOD] for run in found}) < 2:
       return None
     tune = (PEAK, DECAY, RHO, STEPS)
-    report = comparison.compare(found, by=(METHOD, SIGN), tune=tune, baseline=f"{ADAMW}, None")
+    report = comparison.compare(found, by=(METHOD, SIGN), tune=tune, baseline=ADAMW)
     for group in report.groups:
       group.label = label_of(group.keys)
     report.baseline = ADAMW

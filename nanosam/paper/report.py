@@ -1,14 +1,16 @@
 """A page about any folder of runs and results."""
 
 import dataclasses
+import datetime
 import functools
 import json
 import math
 import pathlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from nanosam import __version__
 from nanosam.paper import findings, measures, page
 from nanosam.paper.experiments import ADAMW
 from nanosam.paper.findings import RESULTS_FILE
@@ -21,6 +23,9 @@ from nanosam.study.tables import Table
 from nanosam.system.errors import UsageError, UserError
 
 Copies = Mapping[pathlib.Path, Sequence[pathlib.Path]]  # of a run, by its workdir
+ONE_SEED = (
+  "An interval that covers other text only is of one seed: another seed may give another sign."
+)
 EQUAL_COST = (
   "At equal compute or time a method that costs more is earlier in its learning-rate schedule: for "
   "a fair race train it with a schedule for that budget."
@@ -77,14 +82,15 @@ class RunSet:
       losses, gaps = figures.best_curves(self.groups, axis.key)
       yield Figure(
         f"{self.name}-loss-{axis.key}",
-        f"Eval loss against {axis.label}",
+        f"Eval loss (nats) against {axis.label}{figures.bands(losses)}",
         findings.values_of(axis.label, losses, ".4f"),
         functools.partial(figures.losses, curves=losses, x_label=axis.label),
       )
       if gaps:
         yield Figure(
           f"{self.name}-gap-{axis.key}",
-          f"Eval loss minus {ADAMW}'s at equal {axis.label}, paired by seed",
+          f"Eval loss minus {ADAMW}'s (nats) at equal {axis.label}, paired by seed"
+          + figures.bands(gaps),
           findings.values_of(axis.label, gaps, "+.4f"),
           functools.partial(figures.gaps, curves=gaps, x_label=axis.label),
         )
@@ -96,7 +102,7 @@ class RunSet:
         if curves := figures.tau_curves(records, prefix):
           yield Figure(
             f"{self.name}-{prefix}-{g.label}",
-            f"tau of {g.label} over training, {what}",
+            f"tau of {g.label} over training, {what}{figures.bands(curves)}",
             findings.values_of("steps", curves, ".4f"),
             functools.partial(figures.taus, runs={g.label: curves}),
           )
@@ -147,8 +153,10 @@ def write(folders: list[pathlib.Path], out: pathlib.Path) -> list[str]:
     raise UserError(f"nothing to report: no finished run and no {RESULTS_FILE} in {where}{reason}")
   sets = make_sets(runs, copies)
   title = f"NanoSAM: {', '.join(f.resolve().name for f in folders)}"
+  made = f"Made on {datetime.date.today()} by NanoSAM {__version__}."
+  files = f"Every table and figure is in {page.TABLES}/ as CSV and LaTeX."
   sections = [
-    summary(runs, sets),
+    summary(runs, sets, f"{made} {files}"),
     *experiments,
     *(s.section() for s in shown(sets)),
     Section("All runs", [Folded(f"{len(runs)} runs", [Grid("All runs", run_table(runs))])]),
@@ -208,18 +216,53 @@ def shown(sets: list[RunSet]) -> list[RunSet]:
   return [s for s in sets if len(s.groups) > 1] or sets
 
 
-def summary(runs: list[Run], sets: list[RunSet]) -> Section:
+def provenance(runs: list[Run]) -> Table:
+  """On what, with what and when the runs were made: what they share, or every value that occurs."""
+
+  def devices(r: Run) -> str:
+    found = r.environment.get("devices") or {}
+    return f"{found.get('count')} x {found.get('kind')}" if found else ""
+
+  def packages(r: Run) -> str:
+    found = r.environment.get("packages") or {}
+    return ", ".join(f"{k} {found[k]}" for k in ("nanosam", "jax") if found.get(k))
+
+  facts: dict[str, Callable[[Run], Any]] = {
+    "data": lambda r: f"{r.keys['data.source']} ({r.environment.get('data')})",
+    "eval set": lambda r: tables.settings(r.environment.get("eval_set") or {}),
+    "commit": lambda r: r.environment.get("git_commit"),
+    "hardware": devices,
+    "packages": packages,
+    "started": lambda r: r.environment.get("started", "")[:10],
+  }
+  rows = []
+  for name, fact in facts.items():
+    values = sorted({str(fact(r) or "not recorded") for r in runs})
+    shown = values if len(values) < 4 else [*values[:2], f"and {len(values) - 2} more"]
+    rows.append([name, "; ".join(shown)])
+  return Table(["what", "value"], rows)
+
+
+def summary(runs: list[Run], sets: list[RunSet], made: str) -> Section:
   finished = [r for r in runs if r.state == FINISHED]
   methods = sorted({r.keys["opt.method"] for r in finished})
-  text = f"{len(finished)} finished runs; methods: {', '.join(methods)}."
+  text = f"{len(finished)} finished runs; methods: {', '.join(methods)}. {made}"
   rows = []
   for s in shown(sets):
     best = min(s.report.to_json()["groups"], key=lambda g: g["loss"])
     difference = tables.number(best["difference"], "+.4f")
     loss, interval = f"{best['loss']:.4f}", tables.interval_text(best)
-    rows.append([s.label, best["label"], loss, difference, interval])
-  head = ["setting", "best method", "eval loss", f"minus {ADAMW}", "interval"]
-  return Section("In short", [Text(text), Grid("Best of each setting", Table(head, rows))])
+    beware = "; ".join(best["warnings"])
+    row = [s.label, best["label"], loss, str(len(best["losses"])), difference, interval]
+    rows.append([*row, tables.covers(best), beware])
+  head = ["setting", "best method", tables.LOSS, "seeds", f"minus {ADAMW}"]
+  head += [f"{comparison.CONFIDENCE:.0%} interval".replace("%", " %"), "covers", "beware"]
+  blocks: list[page.Block] = [Text(text), Grid("Best of each setting", Table(head, rows))]
+  if any(row[-2] == tables.COVERS["units"] for row in rows):
+    blocks.append(Text(ONE_SEED))
+  if finished:
+    blocks.append(Grid("What was run", provenance(finished)))
+  return Section("In short", blocks)
 
 
 def run_table(runs: list[Run]) -> Table:

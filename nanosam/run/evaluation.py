@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from nanosam.data.batch import Batch, EvalSet
+from nanosam.data.batch import Batch, EvalSet, rows_per_unit
 from nanosam.model import sharding
 from nanosam.model.classifier import Classifier
 from nanosam.model.transformer import Params
@@ -26,6 +26,7 @@ class Evaluation(NamedTuple):
   weight_R: np.ndarray  # predicted tokens of each sequence; 1 for an image
   bytes: int  # of text; 0 for images
   correct_R: np.ndarray | None = None  # 1 if an image's class was the likeliest
+  documents: int = 0  # that the sequences come from; 0: each is independent
 
   @property
   def loss(self) -> float:
@@ -33,10 +34,14 @@ class Evaluation(NamedTuple):
 
   @property
   def loss_sem(self) -> float:
-    """Standard error of the loss over sequences: tokens of one sequence are not independent."""
-    n = len(self.nll_R)
-    spread = np.sum((self.nll_R - self.loss * self.weight_R) ** 2)
-    return float(math.sqrt(n / max(n - 1, 1) * spread) / self.weight_R.sum())
+    """Standard error of the loss over other text, for this very model; by the units that `compare`
+    uses, since neighbouring sequences of one document are not independent."""
+    rows = len(self.nll_R)
+    length = min(rows_per_unit(rows, self.documents), -(-rows // 2))  # of one unit: no error at all
+    starts = np.arange(0, rows, length)
+    residual_U = np.add.reduceat(self.nll_R - self.loss * self.weight_R, starts)
+    n = len(starts)
+    return float(math.sqrt(n / max(n - 1, 1) * np.sum(residual_U**2)) / self.weight_R.sum())
 
   @property
   def bits_per_byte(self) -> float:
@@ -115,7 +120,7 @@ class Evaluator:
     found = jax.tree.map(
       lambda *x: np.concatenate(x).astype(np.float64)[:rows], *jax.device_get(parts)
     )
-    return Evaluation(**found, bytes=self._data.bytes)
+    return Evaluation(**found, bytes=self._data.bytes, documents=self._data.documents)
 
   def _batches(self) -> Iterator[Batch]:
     if self._kept is None:

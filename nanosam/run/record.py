@@ -1,6 +1,7 @@
 """What a run's files say about it: config.json, and in metrics.jsonl how far it got."""
 
 import dataclasses
+import datetime
 import importlib.metadata
 import json
 import math
@@ -78,6 +79,7 @@ def environment(**facts: Any) -> dict[str, Any]:
   return {
     "command": ["python", "-m", _command(), *sys.argv[1:]],
     "git_commit": _git_commit(),
+    "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     "python": platform.python_version(),
     "packages": {name: _version(name) for name in PACKAGES},
     "devices": {

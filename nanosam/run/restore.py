@@ -1,28 +1,33 @@
 """Loads a trained model from its workdir, for the commands that work on a run."""
 
 import contextlib
+import functools
 import math
 import os
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import ml_collections
+import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
 from nanosam import __version__
 from nanosam import config as config_lib
-from nanosam.data.sources import Source, source_of
+from nanosam.data.batch import Batch
+from nanosam.data.sources import Source, source_of, text_of
 from nanosam.model import sharding
 from nanosam.model.classifier import Classifier
 from nanosam.model.transformer import Params
 from nanosam.optim import base
 from nanosam.optim.direction import Moments
-from nanosam.run import record, runtime
+from nanosam.run import own_method, record, runtime
 from nanosam.run.checkpoint import FOLDER, Checkpoints
 from nanosam.run.cluster import ALONE, Hosts
 from nanosam.run.metrics_file import METRICS_FILE, read_metrics
 from nanosam.run.step import TrainState, TrainStep
-from nanosam.system.errors import UsageError, UserError
+from nanosam.system.errors import UsageError, UserError, need
 from nanosam.system.remote import is_remote, storage_errors
 
 RAW, AVERAGE = "raw", "average"
@@ -56,6 +61,28 @@ class Loaded(NamedTuple):
   mesh: Mesh  # over all devices of this machine, however many the run had
   step: int
   opt_state: Any = None  # of the optimizer, if asked for
+  workdir: str = ""
+
+  @property
+  def metrics(self) -> list[dict[str, Any]]:
+    """Every record of the run, in order: its losses, norms and speeds."""
+    return read_metrics(epath.Path(self.workdir) / METRICS_FILE)
+
+  def logits(self, inputs: Any) -> jax.Array:
+    """[B, L, V] in fp32 of tokens [B, L], or [B, 1, classes] of images; text is one row of tokens,
+    from bos on."""
+    if isinstance(inputs, str):
+      tokenizer = text_of(self.source, self.config.data.source).tokenizer
+      inputs = [[tokenizer.bos_id, *tokenizer.encode(inputs)]]
+    x = np.asarray(inputs)
+    rows, L = len(x), self.config.model.L
+    fits = self.source.image_size or x.shape[1] <= L
+    need(fits, f"{x.shape[1]} tokens are more than the model's context of {L}")
+    parts = sharding.shards(self.mesh)
+    x = np.pad(x, [(0, -rows % parts)] + [(0, 0)] * (x.ndim - 1))
+    with jax.set_mesh(self.mesh):
+      batch = sharding.to_devices(Batch(x, None, None), self.mesh)
+      return _logits(self.model, self.params, batch)[:rows]
 
   @property
   def moments(self) -> Moments:
@@ -87,7 +114,14 @@ def load_run(
   with_moments: bool = False,
   weights: str = RAW,
 ) -> Loaded:
-  """The run's model at `step`, over all devices of this machine."""
+  """A trained run: its config, parameters, logits and metrics.
+
+  `step` is "latest", "best" or a number; the model is spread over all devices of this machine.
+
+  >>> run = nanosam.load("runs/mine")  # doctest: +SKIP
+  >>> run.config.opt.method, run.metrics[-1]["eval/loss"]  # doctest: +SKIP
+  >>> logits = run.logits("Return the")  # doctest: +SKIP
+  """
   opened = open_run(folder, step, weights)
   c, source = opened.config, opened.source
   mesh = sharding.make_mesh(data=1, fsdp=-1)
@@ -98,7 +132,17 @@ def load_run(
     wanted = {"opt_state": state.opt_state}
     opt_state = opened.checkpoints.restore_parts(wanted, opened.step)["opt_state"]
   opened.checkpoints.close()
-  return Loaded(c, source, train_step.model, params, mesh, opened.step, opt_state)
+  return Loaded(c, source, train_step.model, params, mesh, opened.step, opt_state, str(folder))
+
+
+load = load_run  # what it is called outside: nanosam.load
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(model: Classifier, params: Params, batch: Batch) -> jax.Array:
+  h_BxLxD, W_VxD = model.outputs(params, batch)
+  W_VxD = sharding.gathered(W_VxD, h_BxLxD.dtype)
+  return jnp.einsum("bld,vd->blv", h_BxLxD, W_VxD, preferred_element_type=jnp.float32)
 
 
 def stored_run(workdir: epath.Path) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
@@ -118,6 +162,7 @@ def stored_run(workdir: epath.Path) -> tuple[ml_collections.ConfigDict, dict[str
       f"{workdir / record.CONFIG_FILE} is of another version of nanosam ({made_by}, this is "
       f"{__version__}): {e.args[0]}; use the version that trained it"
     ) from e
+  own_method.restore(workdir, c)
   return c.lock(), environment
 
 

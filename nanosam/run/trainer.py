@@ -201,6 +201,7 @@ class Trainer:
         "sequences": len(data.batch.targets_BxL),
         "documents": data.documents,
         "bytes": data.bytes,
+        **({"rows": c.eval_rows} if c.eval_rows != "packed" else {}),  # as in records before it
       },
     )
     return open_writers(

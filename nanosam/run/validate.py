@@ -6,12 +6,14 @@ import re
 import ml_collections
 
 from nanosam.config import flat, lookup
+from nanosam.data.batch import EVAL_ROWS
 from nanosam.model.classifier import NETWORKS
 from nanosam.model.transformer import ACTIVATIONS, ATTENTIONS
 from nanosam.model.vision import POOLINGS
 from nanosam.optim import methods, schedules
 from nanosam.optim.base import AVERAGES, BASES, parse_block_rates
 from nanosam.optim.direction import RHO_SCALINGS, VARIANTS
+from nanosam.run import own_method
 from nanosam.run.log import WANDB_MODES
 from nanosam.run.profiling import parse_steps
 from nanosam.system.errors import UsageError, need
@@ -35,6 +37,7 @@ CHOICES = {
   "guard.policy": ("abort", "skip"),
   "guard.perturbed": ("abort", "skip", "plain"),
   "wandb.mode": WANDB_MODES,
+  "eval_rows": EVAL_ROWS,
 }
 AT_LEAST_ONE = """
   model.D model.H model.L model.N model.F model.image_size model.patch_size batch_size
@@ -54,7 +57,11 @@ REGEXES = ("opt.weight_decay_params", "opt.perturb_params")
 
 
 def validate(c: ml_collections.ConfigDict) -> None:
-  """Raises a UsageError for the first setting that cannot work, and says what would."""
+  """Raises a UsageError for the first setting that cannot work, and says what would.
+
+  Makes a method in a file of the user's known, and records its hash in the config.
+  """
+  own_method.adopt(c)
   values = flat(c)
   need(c.workdir, "no workdir: set --config.workdir=DIR")
   for key, known in CHOICES.items():
@@ -98,6 +105,7 @@ def validate(c: ml_collections.ConfigDict) -> None:
     )
     need(m.L == 1, f"model.L={m.L}: an image has one label, so set model.L=1")
     need(not c.data.mask_documents, "data.mask_documents is for text: images have no documents")
+    need(c.eval_rows == "packed", "eval_rows=documents is for text: images have no documents")
 
 
 def check_source(c: ml_collections.ConfigDict, image_size: int) -> None:

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from nanosam.study.runs import FINISHED, Run
+from nanosam.study.runs import FINISHED, METHOD_FILE, Run
 from nanosam.system.errors import UsageError, nearest
 
 REPLICATE = ("seed", "data_seed")
 # The data's fingerprint and the eval set are compared themselves; how often a run is evaluated, or
 # warns, makes no difference.
 NOT_COMPARED = {"data.source", "data.vocab_size", "data.repeat", "guard.spike"} | {
-  f"eval_{name}" for name in ("every_steps", "steps", "batch_size")
+  f"eval_{name}" for name in ("every_steps", "steps", "batch_size", "rows")
 }
 # A key that differs in proportion to another which is compared does not differ by itself.
 FOLLOWS = {
@@ -36,6 +36,8 @@ def _follows(a: Keys, b: Keys, key: str) -> bool:
   """Whether a key differs only in proportion to its leader; steps may be rounded up or down."""
   if key == "init_from":  # runs of another seed may go on from other runs: those of their seed
     return bool(a[key] and b[key]) and any(a[k] != b[k] for k in REPLICATE)
+  if key == METHOD_FILE:
+    return a["opt.method"] != b["opt.method"]
   if key == "opt.perturbed_dtype":
     return a[key] == a["model.dtype"] and b[key] == b["model.dtype"]
   leader = FOLLOWS.get(key)

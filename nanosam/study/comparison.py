@@ -67,6 +67,7 @@ class Group:
   best: Cell
   difference: Difference | None = None
   to_target: float | None = None  # where the curve, averaged over seeds, reaches it; None: nowhere
+  warnings: list[str] = dataclasses.field(default_factory=list)  # a few words each
 
   @property
   def mean(self) -> float:
@@ -93,6 +94,7 @@ class Report:
   target: float | None
   groups: list[Group]
   notes: list[str]
+  confidence: float = CONFIDENCE
 
   def group(self, label: str) -> Group | None:
     return next((g for g in self.groups if g.label == label), None)
@@ -100,6 +102,7 @@ class Report:
   def to_json(self) -> dict[str, Any]:
     return {
       **{k: getattr(self, k) for k in ("view", "baseline", "budget", "target", "notes")},
+      "confidence": self.confidence,
       "groups": [_group_json(g) for g in self.groups],
     }
 
@@ -133,12 +136,16 @@ def compare(
   groups = [
     _group(label, members, by, tune, axis, budget) for label, members in _split(runs, by).items()
   ]
+  baseline = _resolve(baseline, groups)
   groups.sort(key=lambda g: (g.label != baseline, g.mean))
   for group in groups:
     notes += _tuning_notes(group, tune)
-  if flattered := [g.label for g in groups if len(g.cells) > 1 and len(g.best.losses) > 1]:
-    notes.append(f"the mean includes the seed that was tuned on: {', '.join(flattered)}")
-  report = Report(view, baseline, budget, target, groups, notes)
+  if flattered := [g for g in groups if len(g.cells) > 1]:
+    for group in flattered:
+      group.warnings.append("tuned on a seed shown")
+    labels = ", ".join(g.label for g in flattered)
+    notes.append(f"the mean includes the seed that was tuned on: {labels}")
+  report = Report(view, baseline, budget, target, groups, notes, confidence)
   if base := report.group(baseline):
     notes += _seed_notes(groups)
     report.target = base.mean if target is None else target
@@ -164,10 +171,28 @@ def _split(runs: Iterable[Run], keys: Sequence[str]) -> dict[str, list[Run]]:
   parts: dict[tuple[Any, ...], list[Run]] = collections.defaultdict(list)
   for run in runs:
     parts[tuple(run.keys.get(k) for k in keys)].append(run)
-  labels = {values: ", ".join(map(tables.show, values)) for values in parts}
+  labels = {values: ", ".join(_labels(values)) for values in parts}
   alike = [label for label, n in collections.Counter(labels.values()).items() if n > 1]
   labels |= {v: ", ".join(map(str, v)) for v, label in labels.items() if label in alike}
   return {labels[values]: members for values, members in parts.items()}
+
+
+def _labels(values: Iterable[Any]) -> list[str]:
+  """Without the keys that a method does not have: adamw has no rho."""
+  return [tables.show(value) for value in values if value is not None] or ["none"]
+
+
+def _resolve(baseline: str, groups: Sequence[Group]) -> str:
+  """The label of the baseline: also by a part of it ("adamw" of "adamw, 0.1"), if one has that."""
+  baseline = baseline.replace(", None", "")  # labels had that for keys that a method does not have
+  if any(g.label == baseline for g in groups):
+    return baseline
+  found = [g.label for g in groups if baseline in map(tables.show, g.keys.values())]
+  if len(found) > 1:
+    raise UsageError(
+      f"--baseline={baseline} is {len(found)} groups: choose one, such as --baseline='{found[0]}'"
+    )
+  return found[0] if found else baseline
 
 
 def _group(
@@ -248,27 +273,33 @@ def _tuning_notes(group: Group, tune: Sequence[str]) -> list[str]:
       continue
     for edge, word in ((tried[0], "smallest"), (tried[-1], "largest")):
       if best == edge:
+        group.warnings.append(f"{key.split('.')[-1]} at the edge of its grid")
         notes.append(
           f"warning: {group.label}: the best {key}={tables.show(best)} is the {word} tried "
           f"({', '.join(map(tables.show, tried))}): the optimum may lie beyond; extend the grid"
         )
   seeds = [set(c.losses) for c in group.cells]
   if len(seeds) > 1 and not set.intersection(*seeds):
+    group.warnings.append("tuned on unlike seeds")
     notes.append(f"warning: {group.label}: its settings share no seed, so tuning is partly luck")
   for cell in group.cells:
     if bad := [str(seed) for (seed, _), loss in cell.losses.items() if not math.isfinite(loss)]:
+      if cell is group.best:
+        group.warnings.append(f"diverged on seed {', '.join(bad)}")
       where = ", ".join(f"{k}={tables.show(v)}" for k, v in cell.settings.items())
       notes.append(f"{group.label}: {where or 'its run'} diverged on seed {', '.join(bad)}")
   return notes
 
 
 def _seed_notes(groups: Sequence[Group]) -> list[str]:
-  every = set().union(*(g.best.losses for g in groups))
-  return [
-    f"missing seeds: {g.label} has no run with (seed, data_seed) {missing}; others do"
-    for g in groups
-    if (missing := ", ".join(map(str, sorted(every - set(g.best.losses)))))
-  ]
+  every, notes = set().union(*(g.best.losses for g in groups)), []
+  for g in groups:
+    if missing := ", ".join(map(str, sorted(every - set(g.best.losses)))):
+      g.warnings.append("missing seeds")
+      notes.append(
+        f"missing seeds: {g.label} has no run with (seed, data_seed) {missing}; others do"
+      )
+  return notes
 
 
 def _schedule_notes(runs: Sequence[Run], view: str, budget: float) -> list[str]:
@@ -312,6 +343,7 @@ def _group_json(g: Group) -> dict[str, Any]:
     "pairs": d.pairs if d else 0,
     "intervals": {k: i._asdict() for k, i in d.intervals.items()} if d else {},
     "to_target": g.to_target,
+    "warnings": g.warnings,
     **{name: g.spent(name) for name in ("tokens", "compute", "time")},
     "cells": [
       {**c.settings, "losses": {f"{s},{d}": loss for (s, d), loss in c.losses.items()}}
@@ -321,15 +353,20 @@ def _group_json(g: Group) -> dict[str, Any]:
   }
 
 
+def table(report: Report) -> tables.Table:
+  found = report.to_json()
+  head, rows = tables.comparison(found)
+  to_target = [tables.number(g["to_target"], ".4g", "never") for g in found["groups"]]
+  rows = [[*row, target] for row, target in zip(rows, to_target, strict=True)]
+  return tables.Table([*head, "to target"], rows)
+
+
 def text(report: Report) -> str:
   """The report as a table with notes."""
   unit = VIEWS[report.view].unit
   where = "after the last step" if report.budget is None else f"at {report.budget:.4g} {unit}"
   found = report.to_json()
-  head, rows = tables.comparison(found)
-  to_target = [tables.number(g["to_target"], ".4g", "never") for g in found["groups"]]
-  rows = [[*row, target] for row, target in zip(rows, to_target, strict=True)]
-  lines = [f"eval loss {where}", *tables.plain(tables.Table([*head, "to target"], rows))]
+  lines = [f"eval loss {where}", *tables.plain(table(report))]
   lines += [f"the interval covers {what}" for what in tables.covered(found)]
   if report.target is not None:
     lines.append(f"to target: {unit} until eval loss {report.target:.4f}")

@@ -82,7 +82,7 @@ def workspace(entity: str, project: str) -> Any:
     runset_settings=ws.RunsetSettings(
       groupby=[expr.Config("opt.method"), expr.Config("opt.rho")],
       order=[expr.Ordering(expr.Summary("last_eval_loss"), ascending=True)],
-      group_colors={method: figures.STYLES.get(method, figures.OTHER)[0] for method in METHODS},
+      group_colors={method: style[0] for method, style in figures.styles_of(METHODS).items()},
       pinned_columns=["summary:last_eval_loss", "summary:best_eval_loss", "config:seed.value"],
     ),
   )

@@ -1,9 +1,11 @@
 """Figures, as SVG and PNG; needs matplotlib: pip install -e '.[report]'."""
 
+import collections
 import contextlib
 import functools
 import importlib.util
 import io
+import itertools
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -48,7 +50,11 @@ STYLES |= {
   for kind, marker in _VARIANTS.items()
   for name in ("sam", "func_sam", "precond_func_sam")
 }
-OTHER = (PINK, "X")
+# For methods that have no style of their own, such as yours.
+SPARE_COLOURS, SPARE_MARKERS = (
+  (PINK, GREEN, BROWN, SKY, ORANGE, BLUE, RED),
+  ("X", "*", "<", ">", "8"),
+)
 # Replacements on a dark page.
 DARK = {INK: "#f0f0f0", MUTED: "#a0a0a0", GRID: "#3a3a3a", BLUE: "#8aa6ff", BROWN: "#c49a8f"}
 SETTINGS: Any = {
@@ -71,6 +77,26 @@ Curve = tuple[np.ndarray, np.ndarray]  # x, and y by seed: [X] and [S, X]
 Curves = Mapping[str, Curve]  # by method
 BySeed = Mapping[str, Mapping[str, Points]]  # by method and seed
 Records = Sequence[Mapping[str, Any]]
+
+
+def styles_of(
+  names: Iterable[str], known: Mapping[str, tuple[str, str]] = STYLES
+) -> dict[str, tuple[str, str]]:
+  """A colour and a marker for each name; those without a style get ones that no other here has."""
+  names = list(dict.fromkeys(names))
+  found = {name: known[name] for name in names if name in known}
+  for name in names:
+    if name not in found:
+      free = [s for s in itertools.product(SPARE_COLOURS, SPARE_MARKERS) if s not in found.values()]
+      used = collections.Counter(part for style in found.values() for part in style)
+      found[name] = min(free, key=lambda style: (used[style[0]], used[style[1]]))
+  return found
+
+
+def bands(curves: Curves) -> str:
+  """What the bands of a figure are, for its caption."""
+  several = any(len(y_SxX) > 1 for _, y_SxX in curves.values())
+  return "; bands: from the lowest to the highest seed" if several else ""
 
 
 def check_installed() -> None:
@@ -179,8 +205,9 @@ def _draw(
   ax: Any, curves: Curves, styles: Mapping[str, tuple[str, str]] = STYLES, label: str = "{}"
 ) -> None:
   """Means over seeds, with bands that are their range."""
+  styles = styles_of(curves, styles)
   for name, (x, y_SxX) in curves.items():
-    colour, marker = styles.get(name, OTHER)
+    colour, marker = styles[name]
     ax.plot(x, y_SxX.mean(0), color=colour, marker=marker, label=label.format(name))
     if len(y_SxX) > 1:
       ax.fill_between(x, y_SxX.min(0), y_SxX.max(0), color=colour, alpha=0.2, linewidth=0)
@@ -200,7 +227,7 @@ def losses(target: Target, curves: Curves, x_label: str, gaps: Curves | None = N
     low, top = min(y_X.min() for y_X in every), max(np.median(y_X) for y_X in every)
     if top > low:
       ax.set_ylim(low - 0.1 * (top - low), low + 3 * (top - low))
-    ax.set(xlabel=x_label, ylabel="eval loss")
+    ax.set(xlabel=x_label, ylabel="eval loss (nats)")
     ax.legend(loc="upper right")
     if gaps:
       _draw_gaps(beside[0], gaps, x_label)
@@ -216,7 +243,7 @@ def gaps(target: Target, curves: Curves, x_label: str) -> None:
 def _draw_gaps(ax: Any, curves: Curves, x_label: str) -> None:
   _draw(ax, curves)
   ax.axhline(0, color=INK, linewidth=1)
-  ax.set(xlabel=x_label, ylabel=f"eval loss minus {ADAMW}")
+  ax.set(xlabel=x_label, ylabel=f"eval loss minus {ADAMW} (nats)")
 
 
 def loss_against_rho(target: Target, curves: Curves, baseline: float) -> None:
@@ -228,7 +255,7 @@ def loss_against_rho(target: Target, curves: Curves, baseline: float) -> None:
     tried = sorted({rho for rho_X, _ in curves.values() for rho in rho_X.tolist()})
     ax.set_xticks(tried, [f"{rho:g}" for rho in tried], minor=False)
     ax.minorticks_off()
-    ax.set(xlabel="rho, the length of the perturbation", ylabel="eval loss")
+    ax.set(xlabel="rho", ylabel="eval loss (nats)")
     _legend_above(ax)
 
 
@@ -242,9 +269,10 @@ class Row(NamedTuple):
 
 def differences(target: Target, rows: Sequence[Row]) -> None:
   """One line per method: the difference to AdamW with its interval, the paper's as a cross."""
+  styles = styles_of(row.method for row in rows)
   with figure(target, (6.4, 1.1 + 0.36 * len(rows))) as (ax,):
     for y, row in enumerate(rows):
-      colour, marker = STYLES.get(row.method, OTHER)
+      colour, marker = styles[row.method]
       if row.low is not None and row.high is not None:
         ax.plot([row.low, row.high], [y, y], color=colour, linewidth=2)
       ax.plot(row.mean, y, color=colour, marker=marker, markersize=6)
@@ -254,7 +282,8 @@ def differences(target: Target, rows: Sequence[Row]) -> None:
     ax.set_yticks(range(len(rows)), [row.method for row in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     cross = "; x: the paper" if any(row.paper is not None for row in rows) else ""
-    ax.set_xlabel(f"eval loss minus {ADAMW}, {CONFIDENCE:.0%} interval (left is better){cross}")
+    what = f"eval loss minus {ADAMW} (nats), {CONFIDENCE:.0%} interval"
+    ax.set_xlabel(f"{what} (left is better){cross}")
 
 
 def run_curve(target: Target, workdir: pathlib.Path) -> None:
@@ -323,7 +352,7 @@ def pruning(target: Target, runs: Sequence[Mapping[str, Any]]) -> None:
   """Eval loss by sparsity; `runs` as in prune.json."""
   with figure(target, (5.6, 3.8)) as (ax,):
     _draw(ax, {method: (100 * x, y_SxX) for method, (x, y_SxX) in pruning_curves(runs).items()})
-    ax.set(xlabel="weights set to zero (%)", ylabel="eval loss")
+    ax.set(xlabel="weights set to zero (%)", ylabel="eval loss (nats)")
     ax.legend()
 
 

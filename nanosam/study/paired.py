@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
+from nanosam.data.batch import rows_per_unit
+
 
 class Interval(NamedTuple):
   low: float
@@ -71,14 +73,10 @@ def over_both(x_SxR: np.ndarray, confidence: float) -> Interval | None:
 def units(difference_SxR: np.ndarray, weight_R: np.ndarray, documents: int | None) -> np.ndarray:
   """Differences of summed losses by sequence -> differences of the mean loss by unit, [S, units].
 
-  Sequences are cut from documents in order, so neighbours may come from one document and are not
-  independent: a unit is a stretch of sequences as long as two average documents (most text is in
-  documents longer than average), and at least one sequence. The mean over units is exactly the
-  difference of the losses, whatever the weights.
+  A unit is a stretch of sequences that is independent of the others (data/batch.py). The mean over
+  units is exactly the difference of the losses, whatever the weights.
   """
-  R = len(weight_R)
-  length = max(1, math.ceil(2 * R / documents)) if documents else 1
-  starts = np.arange(0, R, length)
+  starts = np.arange(0, len(weight_R), rows_per_unit(len(weight_R), documents))
   nll_SxU = np.add.reduceat(difference_SxR, starts, axis=1)
   weight_U = np.add.reduceat(weight_R, starts)
   delta_Sx1 = nll_SxU.sum(1, keepdims=True) / weight_U.sum()

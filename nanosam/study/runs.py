@@ -16,12 +16,14 @@ import numpy as np
 from nanosam import config as config_lib
 from nanosam.optim import guard
 from nanosam.optim.methods import METHODS
+from nanosam.run import own_method
 from nanosam.run.metrics_file import METRICS_FILE, read_metrics
 from nanosam.run.record import CONFIG_FILE, ENVIRONMENT, LINEAGE, SEQUENCES_FILE, read_config
 from nanosam.system.errors import UserError
 
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
 
+METHOD_FILE = "opt.method_sha256"  # of a method in a file of the user's
 # Keys without effect where nothing is perturbed.
 _OF_PERTURBATION = re.compile(
   r"opt\.(rho.*|phi|angle_form|precond_.*|asam_eta|momentum_sign|perturb.*|every|look_alpha"
@@ -49,13 +51,16 @@ def training_keys(config: Mapping[str, Any]) -> dict[str, Any]:
   """The settings that decide a run's result, flat; keys added since the run have their default."""
   stored = config_lib.flat(config_lib.current(config))
   values = {**config_lib.flat(config_lib.default()), **stored}
-  plain = METHODS[values["opt.method"]].direction is None
+  # Of a method in a file of the user's the name; the file itself is not needed here.
+  method = values["opt.method"] = own_method.short_name(values["opt.method"])
+  plain = not values[METHOD_FILE] and METHODS[method].direction is None
   return {
     key: value
     for key, value in values.items()
     if not config_lib.FREE_KEYS.fullmatch(key)
     and not key.startswith(ENVIRONMENT + ".")
     and not (plain and _OF_PERTURBATION.fullmatch(key))
+    and not (key == METHOD_FILE and not value)
   }
 
 

@@ -67,13 +67,25 @@ def _merge(parts: Iterable[Overrides]) -> Overrides:
 def load(spec: str) -> list[Spec]:
   """The runs of `FILE.py[:arg]`."""
   file, _, arg = spec.partition(":")
-  return python_file.call(
-    "sweep",
-    file,
-    "runs",
-    arg or None,
-    lambda found: [(str(config), dict(overrides)) for config, overrides in found],
-  )
+
+  def called(runs: Any) -> list[Spec]:
+    place = f"sweep file {file}, line {runs.__code__.co_firstlineno}: runs()"
+    found = runs(arg or None)
+    if not isinstance(found, Iterable) or isinstance(found, str | Mapping):
+      raise UsageError(f"{place} returned {type(found).__name__}; {SHAPE}")
+    return [_spec(item, f"{place}, item {n}") for n, item in enumerate(found, 1)]
+
+  return python_file.value("sweep", file, "runs", called, "()")
+
+
+SHAPE = "expected a list such as [('configs/mini.py:method=sam', {'opt.rho': 0.1, 'seed': 1})]"
+
+
+def _spec(item: Any, place: str) -> Spec:
+  pair = isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2
+  if not (pair and isinstance(item[0], str) and isinstance(item[1], Mapping)):
+    raise UsageError(f"{place} is {str(item)[:100]!r}; {SHAPE}")
+  return item[0], dict(item[1])
 
 
 class Job(NamedTuple):
@@ -124,11 +136,15 @@ def resolve(spec: str, overrides: Overrides) -> ml_collections.ConfigDict:
 def make_jobs(specs: Iterable[Spec], out: pathlib.Path) -> list[Job]:
   """Resolves and checks every run before any begins; refuses the same run twice."""
   jobs: dict[str, Job] = {}
-  for spec, overrides in specs:
-    c = resolve(spec, overrides)
+  for number, (spec, overrides) in enumerate(specs, 1):
+    try:
+      c = resolve(spec, overrides)
+      c.workdir = str(out)
+      validate(c)
+    except UsageError as e:
+      raise UsageError(f"run {number} of the sweep, {spec} {overrides}: {e}") from e
     name = runs_lib.run_id(config_lib.to_dict(c))
     c.workdir = str(out / name)
-    validate(c)
     if first := jobs.get(name):
       raise UsageError(
         f"two runs of one id {name}: {first.spec} {first.overrides} and {spec} {overrides} train "

@@ -1,10 +1,13 @@
-"""Comparisons as tables of text, plain or Markdown.
+"""Comparisons as tables of text: plain, Markdown, CSV or LaTeX.
 
 They are built from the JSON form of a comparison (comparison.Report.to_json), so that a stored one
 reads like a new one; null stands for a loss that is not finite.
 """
 
+import csv
+import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +19,9 @@ SHORT = {
   "model.D": "width",
   "model.L": "length",
 }
-WIDEST_CLAIM_FIRST = ("both", "seeds", "units")  # intervals, see study/paired.py
+# Intervals, the widest claim first, and what they cover in a few words; see study/paired.py.
+COVERS = {"both": "seeds and text", "seeds": "seeds", "units": "other text only"}
+LOSS = "eval loss (nats)"  # per token, or per image
 
 
 class Table(NamedTuple):
@@ -39,7 +44,17 @@ def number(value: float | None, form: str, otherwise: str = "") -> str:
 
 def interval(group: Mapping[str, Any]) -> Mapping[str, Any] | None:
   """The one that covers most."""
-  return next(filter(None, map(group["intervals"].get, WIDEST_CLAIM_FIRST)), None)
+  return next(filter(None, map(group["intervals"].get, COVERS)), None)
+
+
+def covers(group: Mapping[str, Any]) -> str:
+  """What varies in its interval; of one seed that is the text alone."""
+  return next((words for kind, words in COVERS.items() if group["intervals"].get(kind)), "")
+
+
+def interval_head(report: Mapping[str, Any]) -> str:
+  """`95 % interval`; comparisons before this was on record were all of that confidence."""
+  return f"{100 * report.get('confidence', 0.95):g} % interval"
 
 
 def interval_text(group: Mapping[str, Any]) -> str:
@@ -57,8 +72,9 @@ def comparison(report: Mapping[str, Any], paper: Mapping[str, float | None] | No
   baseline = report["baseline"]
   base = next((g for g in report["groups"] if g["label"] == baseline), None)
   by = ", ".join(k.split(".")[-1] for k in report["groups"][0]["keys"])
-  head = [by, "eval loss", "sd", "seeds", f"minus {baseline}", "interval", f"FLOPs to {baseline}"]
-  head += ["settings", *(["paper", f"paper minus {baseline}"] if paper else [])]
+  head = [by, LOSS, "sd", "seeds", f"minus {baseline}", interval_head(report), "covers"]
+  head += [f"FLOPs to {baseline}", "settings", "beware"]
+  head += ["paper", f"paper minus {baseline}"] if paper else []
   rows = []
   for g in report["groups"]:
     cost = g["compute"]
@@ -70,8 +86,10 @@ def comparison(report: Mapping[str, Any], paper: Mapping[str, float | None] | No
       str(len(g["losses"])),
       number(g["difference"], "+.4f"),
       interval_text(g),
+      covers(g),
       number(ratio, ".2f"),
       settings(g["best"]),
+      "; ".join(g.get("warnings", [])),
     ]
     rows.append(row + (_published(paper, g["label"], baseline) if paper else []))
   return Table(head, rows)
@@ -98,7 +116,7 @@ def cells(report: Mapping[str, Any]) -> Table:
         f"{seed.split(',')[0]}: {number(loss, '.4f', 'diverged')}" for seed, loss in losses.items()
       ]
       rows.append([g["label"], settings(values), ", ".join(by_seed)])
-  return Table(["method", "settings", "eval loss by seed"], rows)
+  return Table(["method", "settings", f"{LOSS} by seed"], rows)
 
 
 def numeric_columns(table: Table) -> list[bool]:
@@ -136,3 +154,38 @@ def markdown(table: Table) -> list[str]:
     return f"| {' | '.join(x.replace('|', chr(92) + '|') for x in row)} |"
 
   return [line(table.head), f"|{'---|' * len(table.head)}", *map(line, table.rows), ""]
+
+
+def csv_lines(table: Table) -> list[str]:
+  out = io.StringIO()
+  csv.writer(out, lineterminator="\n").writerows([table.head, *table.rows])
+  return out.getvalue().splitlines()
+
+
+def latex(table: Table) -> list[str]:
+  """A tabular for the booktabs package."""
+  columns = "".join("r" if is_right else "l" for is_right in numeric_columns(table))
+
+  def line(row: Sequence[str]) -> str:
+    return " & ".join(map(_latex_text, row)) + r" \\"
+
+  rows = [r"\toprule", line(table.head), r"\midrule", *map(line, table.rows), r"\bottomrule"]
+  return [rf"\begin{{tabular}}{{{columns}}}", *rows, r"\end{tabular}"]
+
+
+_LATEX = {
+  **{c: rf"\{c}" for c in "&%$#_{}"},
+  **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+  **{"λ": r"$\lambda$", "τ": r"$\tau$", "\u03c1": r"$\rho$", "±": r"$\pm$", "\u2212": "$-$"},
+  "⁻¹": "$^{-1}$",
+}
+
+
+def _latex_text(text: str) -> str:
+  def shown(m: re.Match[str]) -> str:
+    return f"${m[0]}$" if m["sign"] else _LATEX.get(m[0], m[0])
+
+  return re.sub(r"(?P<sign>(?<![\w.])[+-](?=\d))|⁻¹|.", shown, text)  # a minus, not a hyphen
+
+
+FORMATS = {"plain": plain, "markdown": markdown, "csv": csv_lines, "latex": latex}

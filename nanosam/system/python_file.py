@@ -1,4 +1,4 @@
-"""Functions in Python files that users write: configs and sweeps."""
+"""What users write in Python files: configs, sweeps, methods."""
 
 import pathlib
 import runpy
@@ -14,10 +14,15 @@ T = TypeVar("T")
 def call(
   kind: str, file: str, function: str, argument: str | None, convert: Callable[[Any], T]
 ) -> T:
-  """convert(function(argument)), with `function` as defined in `file`.
+  """convert(function(argument)), with `function` as defined in `file`."""
+  return value(kind, file, function, lambda defined: convert(defined(argument)), "()")
 
-  Whatever is wrong, in the file or with what the function returns, becomes one UsageError with the
-  file's name and line.
+
+def value(kind: str, file: str, name: str, convert: Callable[[Any], T], parentheses: str = "") -> T:
+  """convert(name), as defined in `file`.
+
+  Whatever is wrong, in the file or with what it defines, becomes one UsageError with the file's
+  name and line.
   """
   path = pathlib.Path(file)
   if not path.is_file():
@@ -28,9 +33,9 @@ def call(
     raise UsageError(f"{kind} file {file} is not a .py file")
   try:
     defined = runpy.run_path(file, run_name=f"nanosam_{kind}")
-    if function not in defined:
-      raise UsageError(f"{kind} file {file} defines no {function}()")
-    return convert(defined[function](argument))
+    if name not in defined:
+      raise UsageError(f"{kind} file {file} defines no {name}{parentheses}")
+    return convert(defined[name])
   except UsageError:
     raise
   except Exception as e:

@@ -1,5 +1,6 @@
 """The embedded corpus: deterministic, split by document, and nothing of it ever imported."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nanosam.data import embedded
@@ -229,7 +231,7 @@ def test_real_documents_round_trip_and_do_not_cross_the_split(built):
       assert (document[0], document[-1]) == (store.tokenizer.bos_id, store.tokenizer.eos_id)
       text = store.tokenizer.decode(document[1:-1])
       if len(text.encode()) == num_bytes:
-        assert embedded.is_validation(text) == (name == "validation")
+        assert name == "validation" or not embedded.is_validation(text)
       else:
         changed += 1  # It held U+2581, which is read back as a space.
       found.append(text)
@@ -237,6 +239,31 @@ def test_real_documents_round_trip_and_do_not_cross_the_split(built):
     assert start == split.num_tokens
     assert changed < 0.01 * len(table)
   assert len({*texts["train"], *texts["validation"]}) == sum(map(len, texts.values()))
+  ours = [window for text in texts["validation"] for window in windows(store.tokenizer, text)]
+  unseen = set(ours)
+  for text in texts["train"]:
+    unseen.difference_update(windows(store.tokenizer, text))
+  assert len(ours) > 1e5
+  seen = np.mean([window not in unseen for window in ours])
+  assert seen < 0.002, "32 tokens in a row that training has seen word for word"
+
+
+def windows(tokenizer, text):
+  ids = tokenizer.encode_array(text)
+  return (ids[i : i + 32].tobytes() for i in range(len(ids) - 31))
+
+
+def test_boilerplate_is_dropped_from_validation_alone():
+  notice = "Licensed to whom it may concern under\nthe terms of the licence, without any warranty."
+  texts = [
+    f"{notice}\n" + " ".join(hashlib.md5(f"{i} {j}".encode()).hexdigest() for j in range(20))
+    for i in range(200)
+  ]
+  assert any(map(embedded.is_validation, texts))
+  found = embedded.split_documents(texts)
+  assert found["train"] == [text for text in texts if not embedded.is_validation(text)]
+  kept = [text.removeprefix(f"{notice}\n") for text in texts if embedded.is_validation(text)]
+  assert found["validation"] == kept
 
 
 def test_damaged_cache_is_refused(built, tmp_path):

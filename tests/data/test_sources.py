@@ -267,6 +267,29 @@ def test_validation_masks_documents(source):
   assert masked.batch.segments_BxL.ravel()[-1] == 0 or masked.batch.weights_BxL.ravel()[-1] == 1
 
 
+@pytest.mark.parametrize("length", [8, 200])
+def test_rows_of_one_document_are_the_references(source, length):
+  """[:L] of bos, text and eos: the inputs; shifted by one, the targets, which have no bos."""
+  tok = source.tokenizer
+  found = source.validation(L=length, rows=12, mask_documents=False, eval_rows="documents")
+  texts = VALIDATION[:12]
+  assert found.documents == len(found.batch.targets_BxL) == 12
+  for row, text in enumerate(texts):
+    ids = [tok.bos_id, *tok.encode(text), tok.eos_id][:length]
+    x, y, w = (np.asarray(a[row]) for a in found.batch[:3])
+    np.testing.assert_array_equal(x[: len(ids)], ids)
+    np.testing.assert_array_equal(y[: len(ids) - 1], ids[1:])
+    np.testing.assert_array_equal(w, np.arange(length) < len(ids) - 1)
+  if length == 200:
+    assert found.bytes == sum(len(t.encode()) for t in texts)
+  else:
+    heads = [[tok.bos_id, *tok.encode(t)][:length] for t in texts]
+    assert found.bytes == sum(len(tok.decode(h).encode()) for h in heads)
+    assert all(t.startswith(tok.decode(h)) for t, h in zip(texts, heads, strict=True))
+  every = source.validation(L=length, rows=500, mask_documents=False, eval_rows="documents")
+  assert every.documents == len(VALIDATION), "fewer rows than were asked for"
+
+
 def test_validation_documents_that_fit_exactly(source):
   targets = len(source.tokenizer.encode(VALIDATION[0])) + 1  # The first bos is never a target.
   assert source.validation(L=1, rows=targets, mask_documents=False).documents == 1

@@ -185,6 +185,12 @@ def test_validation_is_that_of_the_token_store(directory, source, rows):
   store = open_it(f"tokens:{directory}")
   for masked in (False, True):
     a, b = (x.validation(L=L, rows=rows, mask_documents=masked) for x in (source, store))
+    c, d = (
+      x.validation(L=L, rows=rows, mask_documents=masked, eval_rows="documents")
+      for x in (source, store)
+    )
+    assert_same([c.batch], [d.batch])
+    assert c[1:] == d[1:]
     assert (a.bytes, a.documents) == (b.bytes, b.documents)
     assert_same([a.batch], [b.batch])
 

@@ -12,6 +12,8 @@ import pytest
 from helpers.stand_ins import StandIns
 from helpers.training import CONFIG, ROOT
 
+CHECKED = {"PYTHON": sys.executable}  # what checks a run before anything is rented
+
 
 @pytest.fixture
 def stand_ins(tmp_path):
@@ -143,9 +145,14 @@ def test_launchers_say_what_is_missing(start, stand_ins):
   for words, message in (
     ([], "usage: bash launch/tpu_pod.sh run|logs"),
     (["sing", "name"], "unknown command 'sing'"),
-    (["run", "name", "--config.workdir=runs/here"], "set --config.workdir=gs://"),
+    (["run", "name", "--config=configs/mini.py"], "set --config.workdir=gs://"),
+    (["run", "name", "--config=configs/mini.py", "--config.opt.roh=1"], "did you mean opt.rho"),
+    (
+      ["run", "name", "--config=configs/fixed_length.py", "--config.workdir=gs://b/r"],
+      "data.source=tokens:data/c4 is on this machine",
+    ),
   ):
-    code, out = ended(start(*pod, *words, **stand_ins.environment))
+    code, out = ended(start(*pod, *words, **CHECKED, **stand_ins.environment))
     assert code == 2 and message in out, out
   assert not stand_ins.tpu_calls("create")
 
@@ -164,11 +171,13 @@ def test_a_slurm_job_that_saved_queues_again(start, stand_ins, code):
   assert rest == (["scontrol requeue 7"] if code == 75 else [])
 
 
+RUN = [f"--config={CONFIG}", "--config.workdir=gs://bucket/run"]
+
+
 def pod(start, stand_ins, script, *words, **environment):
   (stand_ins.root / "script").write_text(script)
-  workdir = "--config.workdir=gs://bucket/run"
-  words = ["bash", "launch/tpu_pod.sh", "run", "slice", workdir, *words]
-  return start(*words, **{**stand_ins.environment, **environment})
+  words = ["bash", "launch/tpu_pod.sh", "run", "slice", *RUN, *words]
+  return start(*words, **{**stand_ins.environment, **CHECKED, **environment})
 
 
 @pytest.mark.full
@@ -183,7 +192,7 @@ def test_a_pod_is_made_restarted_and_deleted(start, stand_ins):
     assert word in create
   assert len(stand_ins.tpu_calls("delete")) == 1
   assert sorted(stand_ins.trainings()) == [
-    f"worker{i}: -m nanosam.train --config.workdir=gs://bucket/run --config.wandb.name=it's one"
+    f"worker{i}: -m nanosam.train {' '.join(RUN)} --config.wandb.name=it's one"
     for i in (0, 0, 1, 1)
   ]
   assert "-e .[tpu,gcs]" in (stand_ins.root / "pip.txt").read_text()
@@ -215,11 +224,37 @@ def test_a_pods_failure_is_the_launchers(start, stand_ins):
   assert len(stand_ins.tpu_calls("delete")) == 1
 
 
+@pytest.mark.full
+def test_workers_that_cannot_be_set_up_are_given_up(start, stand_ins):
+  """The reason is told, and nothing is left that costs money."""
+  python = stand_ins.root / "bin" / "python3.11"
+  broken = '"-m pip"*) echo "ERROR: no matching distribution found for jax" >&2; exit 1 ;;\n'
+  text = python.read_text()
+  python.write_text(text.replace('  "-m pip"*)', f'  {broken}  "-m pip-not"*)'))
+  code, out = ended(pod(start, stand_ins, "0\n", TRIES="2"))
+  assert code == 1 and not stand_ins.trainings(), out
+  assert out.count("could not be set up") == 2, out
+  assert "(try 2 of 2): ERROR: no matching distribution found for jax" in out
+  assert len(stand_ins.tpu_calls("create")) == len(stand_ins.tpu_calls("delete")) == 1
+
+
+def test_a_dry_run_rents_nothing(start, stand_ins):
+  code, out = ended(pod(start, stand_ins, "0\n", "--dry_run", SPOT="1"))
+  assert code == 0, out
+  assert "gcloud compute tpus queued-resources create slice --node-id=slice --spot" in out
+  assert "python -m nanosam.train --config=" in out and "--dry_run" not in out
+  assert "adamw: 16 steps, 4.1e+03 tokens, into gs://bucket/run" in out
+  assert not stand_ins.tpu_calls("create") and not stand_ins.tpu_calls("describe")
+  code, out = ended(start("bash", "launch/tpu_pod.sh", "--help"))
+  assert code == 0 and out.startswith("Trains on a TPU slice") and "TRIES=3" in out
+
+
 def sweep(start, stand_ins, tmp_path, backend, **environment):
   file = tmp_path / "one_run.py"
   file.write_text(f"def runs(arg):\n  return [({str(CONFIG)!r}, {{'opt.rho': 0.2}})]\n")
   command = [sys.executable, "launch/sweep.py", f"--sweep={file}", f"--out={tmp_path}/out"]
-  return ended(start(*command, f"--backend={backend}", **{**stand_ins.environment, **environment}))
+  environment = {**stand_ins.environment, **CHECKED, **environment}
+  return ended(start(*command, f"--backend={backend}", **environment))
 
 
 def test_a_sweep_is_submitted_to_slurm_once(start, stand_ins, tmp_path):

@@ -164,7 +164,7 @@ def test_report_of_made_up_runs(tmp_path, capsys):
 
 def check_differences(drawn, groups):
   """A mean in its interval for each method, to scale, and the line that is AdamW."""
-  assert "eval loss minus adamw, 95% interval (left is better); x: the paper" in drawn.words
+  assert "eval loss minus adamw (nats), 95% interval (left is better); x: the paper" in drawn.words
   (zero,) = drawn.of(BLACK)
   found = {}
   for method, colour in (("precond_func_sam", BLUE), ("sam", RED)):
@@ -177,7 +177,9 @@ def check_differences(drawn, groups):
 
 def check_curves(drawn):
   """Losses that fall, AdamW's above SAM's, and beside them SAM's distance below zero."""
-  assert {"adamw", "sam", "steps", "eval loss", "eval loss minus adamw"} <= {*drawn.words}
+  assert {"adamw", "sam", "steps", "eval loss (nats)", "eval loss minus adamw (nats)"} <= {
+    *drawn.words
+  }
   (adamw, zero), (sam, gap) = drawn.of(BLACK), drawn.of(RED)
   assert adamw.y[1] < adamw.y[0] and all(sam.y < adamw.y) and all(gap.y < zero.y)
 

@@ -1,6 +1,7 @@
 """The page of a study: whole, true to the runs, readable in a real browser; bad input is named."""
 
 import collections
+import csv
 import html.parser
 import json
 import os
@@ -11,7 +12,7 @@ import sys
 
 import pytest
 from helpers.browser import Browser
-from helpers.made_up_runs import write_full_run, write_run, write_study
+from helpers.made_up_runs import METHODS, write_full_run, write_run, write_study
 from helpers.scripts import load_script
 from helpers.training import ROOT
 
@@ -90,14 +91,38 @@ def test_the_page_says_what_compare_says(study, written):
       f"{low:+.4f} to {high:+.4f}",
       "Runs: width 64, steps 1200",
       "Runs: width 128, steps 1200",
-      "Eval loss against compute (FLOPs)",
-      "Eval loss against rho",
+      "Eval loss (nats) against compute (FLOPs); bands: from the lowest to the highest seed",
+      "Eval loss (nats) against rho",
+      "95 % interval",
+      "seeds and text",
+      "1 x cpu",
+      "0" * 40,
       "tau of adamw over training",
       "weights to zero",
       "λ_max(H)",
       "FLOPs a step",
     ):
       assert words in text, (name, words)
+
+
+def test_every_table_is_there_as_csv_and_latex(study, written):
+  files = {p.name for p in (written / "tables").iterdir()}
+  captions = len(re.findall(r"<caption>", (written / "report.html").read_text()))
+  assert len(files) == 2 * captions
+  (main,) = (f for f in files if re.fullmatch(r"runs-width-64.*eval-loss-after.*\.csv", f))
+  rows = list(csv.DictReader((written / "tables" / main).open()))
+  assert {row["method"] for row in rows} == set(METHODS)
+  assert (written / "tables" / main).with_suffix(".tex").read_text().startswith("\\begin{tabular}")
+
+
+def test_an_interval_of_one_seed_says_so_at_once(tmp_path):
+  for method, loss in (("adamw", 3.5), ("sam", 3.4)):
+    write_run(tmp_path, method, 1, loss)
+  _, markdown = make(tmp_path, out=tmp_path / "out")
+  short = markdown[: markdown.index("## Runs")]
+  row = next(line for line in short.splitlines() if "| sam |" in line)
+  assert "| 1 | -0.1000 | -0.1000 to -0.1000 | other text only |" in row
+  assert "another seed may give another sign" in short
 
 
 def test_the_page_is_whole_and_needs_nothing(written):
@@ -208,7 +233,7 @@ def test_one_run_and_a_method_that_only_diverged(tmp_path):
   (bad / "metrics.jsonl").write_text('{"step": 70, "train/loss": "NaN", "guard/nonfinite": 1}\n')
   text, markdown = make(tmp_path, out=tmp_path / "out")
   assert "| func_sam | diverged |" in markdown and "| sam | 3.4000 |" in markdown
-  assert "Eval loss against steps" in markdown and "nan" not in text.replace("nanosam", "")
+  assert "Eval loss (nats) against steps" in markdown and "nan" not in text.replace("nanosam", "")
 
 
 def test_nothing_to_report_and_no_place_for_it(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from helpers.corpus import write_store
 
 from nanosam import evaluate
+from nanosam.data.sources import eval_set
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.model import sharding
 from nanosam.run import evaluation, restore
@@ -24,6 +25,32 @@ def test_the_standard_error_is_that_of_resampled_sequences():
   bootstrap = np.std(nll[picks].sum(1) / weight[picks].sum(1))
   assert found.loss_sem == pytest.approx(bootstrap, rel=0.05)
   assert found.bits_per_byte == pytest.approx(nll.sum() / np.log(2) / 1000)
+
+
+def test_the_standard_error_is_that_of_other_documents():
+  """Documents of eight sequences, whose sequences share what makes them hard."""
+  rng = np.random.default_rng(0)
+  weight = np.full(800, 100.0)
+
+  def evaluated():
+    difficulty = np.repeat(rng.normal(3.0, 0.5, 100), 8) + rng.normal(0, 0.3, 800)
+    return evaluation.Evaluation(weight * difficulty, weight, bytes=1, documents=100)
+
+  many = [evaluated() for _ in range(300)]
+  truth = np.std([e.loss for e in many])
+  assert np.mean([e.loss_sem for e in many]) == pytest.approx(truth, rel=0.1)
+  naive = np.mean([e._replace(documents=0).loss_sem for e in many])
+  assert naive < 0.5 * truth, "what a sequence by itself would say"
+
+
+def test_one_row_a_document_is_evaluated_by_the_row(whole):
+  run = restore.load_run(whole)
+  run.config.eval_rows = "documents"
+  data = eval_set(run.source, run.config)
+  found = Evaluator(run.model, data, 16, run.mesh)(run.params)
+  assert data.documents == len(found.nll_R)
+  assert found.loss_sem == found._replace(documents=0).loss_sem
+  assert 0 < found.loss < 10
 
 
 def test_depends_on_neither_batch_size_nor_devices(whole):

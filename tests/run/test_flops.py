@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from helpers.steps import VOCAB, make_step
+from jax._src.cudnn import fused_attention_stablehlo
 
 from nanosam.run import flops
 
@@ -24,6 +26,27 @@ def test_flops_multiply_loops():
   assert flops.count(jax.make_jaxpr(branches)(True, x), branch=min) == one
   unused = jax.make_jaxpr(lambda x: (x @ w, x + 1)[1])(x)
   assert flops.count(unused) == 0
+
+
+@pytest.mark.parametrize("method", ["adamw", "precond_func_sam"])
+@pytest.mark.parametrize("remat", [False, True])
+def test_cudnns_attention_counts_like_the_plain_one(tiny_config, monkeypatch, method, remat):
+  """It is one primitive, which can be traced where there is no GPU."""
+  monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
+  monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
+  monkeypatch.setattr(fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda _: 0)
+  c = tiny_config
+  c.model.update(dtype="bfloat16", remat=remat)
+  c.opt.method = method
+  plain = flops.count(make_step(c).trace().jaxpr)
+  c.model.attention = "cudnn"
+  assert flops.count(make_step(c).trace().jaxpr) == plain
+
+
+def test_peaks_are_of_the_longest_name():
+  peaks = [flops.peak_flops(f"NVIDIA H100 {name}") for name in ("80GB HBM3", "PCIe", "NVL")]
+  assert peaks == [989e12, 756e12, 835e12]
+  assert flops.peak_flops("cpu") is None
 
 
 def test_flops_of_a_step_are_the_books(tiny_config):

@@ -1,3 +1,5 @@
+import csv
+import io
 import json
 
 import numpy as np
@@ -5,7 +7,8 @@ import pytest
 from helpers.made_up_runs import ROWS, write_run
 
 from nanosam import compare as command
-from nanosam.study import comparison, paired, runs
+from nanosam.optim.methods import METHODS
+from nanosam.study import comparison, figures, paired, runs, tables
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.files import strict_json
 
@@ -326,3 +329,66 @@ def test_the_command(tmp_path, capsys):
   with pytest.raises(UserError, match="no finished run"):
     (tmp_path / "empty").mkdir()
     command.main(["compare", str(tmp_path / "empty")])
+
+
+def test_a_baseline_that_no_run_has_is_refused_and_the_usual_one_is_not_needed(tmp_path, capsys):
+  write_run(tmp_path, "sam", 1)
+  write_run(tmp_path, "asam", 1)
+  with pytest.raises(UsageError, match="no group is --baseline=sgd: known: asam, sam"):
+    command.main(["compare", str(tmp_path), "--baseline=sgd"])
+  command.main(["compare", str(tmp_path)])
+  assert "there is no baseline 'adamw'" in capsys.readouterr().out
+
+
+def test_by_rho_as_the_message_recommends(tmp_path, capsys):
+  write_run(tmp_path, "adamw", 1, 3.5)
+  for rho in (0.1, 0.3):
+    write_run(tmp_path, "sam", 1, 3.4, keys={"opt.rho": rho})
+  with pytest.raises(UsageError, match=r"--by=\.\.\.,opt\.rho"):
+    command.main(["compare", str(tmp_path)])
+  command.main(["compare", str(tmp_path), "--by=opt.method,opt.rho", "--json"])
+  found = json.loads(capsys.readouterr().out)
+  assert found["baseline"] == "adamw"
+  assert [g["label"] for g in found["groups"]] == ["adamw", "sam, 0.1", "sam, 0.3"]
+  assert found["groups"][1]["difference"] == pytest.approx(-0.1)
+  command.main(["compare", str(tmp_path), "--by=opt.method,opt.rho", "--baseline=sam, 0.3"])
+  assert "minus sam, 0.3" in capsys.readouterr().out
+  with pytest.raises(UsageError, match=r"is 2 groups: choose one, such as --baseline='sam, 0\.1'"):
+    command.main(["compare", str(tmp_path), "--by=opt.method,opt.rho", "--baseline=sam"])
+
+
+def test_rows_say_what_the_interval_covers_and_what_to_beware_of(tmp_path, capsys):
+  for rho in (0.1, 0.3):
+    write_run(tmp_path, "sam", 1, 3.4 + rho, keys={"opt.rho": rho})
+  write_run(tmp_path, "adamw", 1, 3.5)
+  write_run(tmp_path, "func_sam", 2, 3.5)
+  command.main(["compare", str(tmp_path), "--tune=opt.rho", "--confidence=0.9", "--format=csv"])
+  rows = {row["method"]: row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
+  sam, func = rows["sam"], rows["func_sam"]
+  assert sam["covers"] == "other text only" and sam["90 % interval"] and sam["seeds"] == "1"
+  assert "rho at the edge of its grid" in sam["beware"] and "missing seeds" in func["beware"]
+  assert func["covers"] == func["90 % interval"] == ""
+
+
+def test_tables_as_latex_and_csv():
+  table = tables.Table(["method", "50 % of λ"], [["func_sam", "-0.1"], ["a & b", "1e-05"]])
+  assert tables.csv_lines(table) == ["method,50 % of λ", "func_sam,-0.1", "a & b,1e-05"]
+  assert tables.latex(table) == [
+    r"\begin{tabular}{lr}",
+    r"\toprule",
+    r"method & 50 \% of $\lambda$ \\",
+    r"\midrule",
+    r"func\_sam & $-$0.1 \\",
+    r"a \& b & 1e-05 \\",
+    r"\bottomrule",
+    r"\end{tabular}",
+  ]
+
+
+def test_every_method_has_a_look_of_its_own():
+  names = [*METHODS, *(f"mine_{i}" for i in range(12))]
+  styles = figures.styles_of(names)
+  assert len(set(styles.values())) == len(names)
+  yours = figures.styles_of(["adamw", "mine", "other"])
+  assert len({colour for colour, _ in yours.values()}) == 3
+  assert yours["adamw"] == figures.STYLES["adamw"]

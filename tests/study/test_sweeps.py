@@ -206,3 +206,21 @@ def test_runs_save_and_stop_when_the_sweep_is_killed(tmp_path):
   sweep.kill()
   sweep.wait()
   wait_for((tmp_path / "told").exists)
+
+
+@pytest.mark.parametrize(
+  "body, said",
+  [
+    ("return None", r"line 2: runs\(\) returned NoneType; expected a list such as"),
+    ("return {'a': 1}", r"returned dict; expected a list such as \[\('configs/mini.py"),
+    ("return ['configs/mini.py']", r"line 2: runs\(\), item 1 is 'configs/mini.py'; expected"),
+    ("return [('a.py', {}), ('a.py', 3)]", r"item 2 is .*'a.py', 3.*; expected a list"),
+    ("return 1 / 0", r"sweep.py, line 3: ZeroDivisionError"),
+    (f"return [({TINY!r}, {{}}), ({TINY!r}, {{'opt.roh': 1}})]", r"run 2 of the sweep, .*opt\.rho"),
+  ],
+)
+def test_a_mistake_in_a_sweep_file_is_named(tmp_path, body, said):
+  file = tmp_path / "sweep.py"
+  file.write_text(f"\ndef runs(arg=None):\n  {body}\n")
+  with pytest.raises(UsageError, match=said):
+    sweeps.make_jobs(sweeps.load(str(file)), tmp_path)
