@@ -12,7 +12,7 @@ Every document is stored as bos + ids + eos. The shards of a split form one stre
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -152,8 +152,13 @@ class Split:
 
   def documents(self) -> np.ndarray:
     """[documents, 2]: tokens (with bos and eos) and bytes of each, in stream order."""
-    tables = [np.memmap(self._file(s, "documents"), _TABLE_DTYPE, "r") for s in self._shards]
-    return np.concatenate([*tables, np.empty(0, _TABLE_DTYPE)]).astype(np.int64).reshape(-1, 2)
+    none = np.empty((0, 2), _TABLE_DTYPE)
+    return np.concatenate([*self.tables(), none]).astype(np.int64)
+
+  def tables(self) -> Iterator[np.ndarray]:
+    """The same shard by shard, memory-mapped: a large store has many documents."""
+    for shard in self._shards:
+      yield np.memmap(self._file(shard, "documents"), _TABLE_DTYPE, "r").reshape(-1, 2)
 
   def verify(self) -> None:
     for shard in self._shards:
