@@ -157,8 +157,25 @@ class Split:
 
   def tables(self) -> Iterator[np.ndarray]:
     """The same shard by shard, memory-mapped: a large store has many documents."""
-    for shard in self._shards:
-      yield np.memmap(self._file(shard, "documents"), _TABLE_DTYPE, "r").reshape(-1, 2)
+    yield from map(self._table, self._shards)
+
+  def _table(self, shard: Shard) -> np.ndarray:
+    return np.memmap(self._file(shard, "documents"), _TABLE_DTYPE, "r").reshape(-1, 2)
+
+  def ends(self, start: int, stop: int) -> tuple[int, np.ndarray]:
+    """Where the documents end that end in (start, stop], and the number of the first of them."""
+    first, found = 0, [np.empty(0, np.int64)]
+    for shard, offset in zip(self._shards, self._starts, strict=False):
+      if offset >= stop:
+        break
+      if offset + shard.tokens <= start:
+        first += shard.documents
+        continue
+      ends = offset + np.cumsum(self._table(shard)[:, 0], dtype=np.int64)
+      low, high = np.searchsorted(ends, (start, stop), side="right")
+      first += int(low) if len(found) == 1 else 0
+      found.append(ends[low:high])
+    return first, np.concatenate(found)
 
   def verify(self) -> None:
     for shard in self._shards:

@@ -67,7 +67,7 @@ class Weights(NamedTuple):
     """Identifies the stream that these weights make of their store."""
     digest = hashlib.sha256(self.facts["store"].encode())
     for array in (self.copies_D, self.extra.tokens, self.extra.documents):
-      digest.update(np.ascontiguousarray(array))
+      digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()[:16]
 
   @property

@@ -265,6 +265,25 @@ def taus(target: Target, runs: Mapping[str, Curves]) -> None:
     _legend_above(axes[0])
 
 
+CLUSTER_STYLES = {"hard": (RED, "s"), "easy": (BLUE, "v")}
+
+
+def trajectories(target: Target, steps: Sequence[int], clusters: Mapping[str, Any]) -> None:
+  """Losses of hard and easy documents along a proxy's training: means, with bands of one standard
+  deviation, and some documents as thin lines. `clusters` as nanosam/data/clusters.py describes."""
+  with figure(target, (5.6, 3.8)) as (ax,):
+    for name, found in clusters.items():
+      colour, marker = CLUSTER_STYLES[name]
+      mean, spread = found.mean_K, found.deviation_K
+      label = f"{name}, {found.documents} documents"
+      for losses in found.typical_losses:
+        ax.plot(steps, losses, color=colour, linewidth=0.5)
+      ax.fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
+      ax.plot(steps, mean, color=colour, marker=marker, linewidth=2, label=label)
+    ax.set(xlabel="step of the proxy", ylabel="loss (nats per token)")
+    ax.legend()
+
+
 def landscape(target: Target, found: Mapping[str, Any]) -> None:
   """The loss along the top eigenvector with its parabola, and along random directions."""
   lines, value = found["landscape"], found["lambda_max"]["value"]
