@@ -71,18 +71,16 @@ def test_a_documents_loss_is_that_of_its_tokens(config, store, masked):
   config.data.mask_documents = masked
   scorer, params, split = make(config, store)
   assert split.documents()[:, 0].max() > 10 * 8 * config.model.L  # ten batches of one document
-  found = document_losses(scorer, params, split.num_documents)
+  found = document_losses(scorer, params)
   np.testing.assert_allclose(found, dense(config, store, params), rtol=2e-5)
 
 
 def test_neither_batch_size_nor_devices_matter(config, store):
-  one, params, split = make(config, store)
-  found = document_losses(one, params, split.num_documents)
+  one, params, _ = make(config, store)
+  found = document_losses(one, params)
   for devices, batch_size in ((1, 3), (1, 1000), (8, 9)):
     other, params, _ = make(config, store, devices, batch_size)
-    np.testing.assert_allclose(
-      document_losses(other, params, split.num_documents), found, rtol=1e-5
-    )
+    np.testing.assert_allclose(document_losses(other, params), found, rtol=1e-5)
 
 
 def test_any_position_is_one_to_resume_from(config, store):
