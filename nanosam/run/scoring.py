@@ -7,7 +7,6 @@ of its documents.
 """
 
 import hashlib
-import itertools
 import json
 import os
 import pathlib
@@ -74,7 +73,7 @@ class Scorer:
     self._split, self._mesh = split, mesh
     self._rows = TokenRows((split,), tokenizer, c.model.L, c.data.mask_documents)
     parts = sharding.shards(mesh)
-    self.batch_size = -(-c.eval_batch_size // parts) * parts
+    self._batch_size = -(-c.eval_batch_size // parts) * parts
 
     def losses(params: Params, batch: Batch) -> jax.Array:
       """With -1 for what does not count."""
@@ -91,13 +90,15 @@ class Scorer:
     """Of all rows, once."""
     with jax.set_mesh(self._mesh):
       traced = self._losses.trace(params, self._batch(0))
-    return flops.count(traced.jaxpr) * len(self) / self.batch_size
+    return flops.count(traced.jaxpr) * len(self) / self._batch_size
 
-  def __call__(self, params: Params, at: Position = START) -> Iterator[Finished]:
-    """From a position on."""
+  def __call__(
+    self, params: Params, at: Position = START, rows: int = sys.maxsize
+  ) -> Iterator[Finished]:
+    """From a position on, to the end or to the batch that reaches so many rows."""
     pending: tuple[int, jax.Array] | None = None
     with jax.set_mesh(self._mesh):
-      for row in range(at.row, len(self), self.batch_size):
+      for row in range(at.row, min(len(self), rows), self._batch_size):
         losses_BxL = self._losses(params, self._batch(row))
         if pending:  # the batch before: the devices are busy while the host adds up
           yield (found := self._add_up(at, *pending))
@@ -107,12 +108,12 @@ class Scorer:
         yield self._add_up(at, *pending)
 
   def _batch(self, row: int) -> Batch:
-    stop = min(row + self.batch_size, len(self))
-    local = self._rows.batch(range(row, stop)).padded(self.batch_size - (stop - row))
+    stop = min(row + self._batch_size, len(self))
+    local = self._rows.batch(range(row, stop)).padded(self._batch_size - (stop - row))
     return sharding.to_devices(local, self._mesh)
 
   def _add_up(self, at: Position, row: int, losses_BxL: jax.Array) -> Finished:
-    stop = min(row + self.batch_size, len(self))
+    stop = min(row + self._batch_size, len(self))
     L = losses_BxL.shape[1]
     start, end = row * L + 1, min(stop * L + 1, self._split.num_tokens)  # the targets' places
     loss_T = np.asarray(losses_BxL, np.float64).reshape(-1)[: end - start]
@@ -130,9 +131,7 @@ class Scorer:
 
 def document_losses(scorer: Scorer, params: Params, rows: int = sys.maxsize) -> np.ndarray:
   """Of the documents that end within so many rows, at once: for a split that is small."""
-  last = max(rows, scorer.batch_size)
-  done = itertools.takewhile(lambda found: found.at.row <= last, scorer(params))
-  return np.concatenate([found.loss for found in done])
+  return np.concatenate([found.loss for found in scorer(params, rows=rows)])
 
 
 class Scores:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from helpers.stores import write_store
 from helpers.training import ROOT, assert_same_run
 
 from nanosam.data import difficulty
-from nanosam.data.store import StoreReader
+from nanosam.data.store import StoreReader, StoreWriter
 from nanosam.data.weights import read_weights
 from nanosam.run import restore, scoring
 from nanosam.run.record import read_config
@@ -198,6 +199,41 @@ def test_kill_9_loses_nothing(weights, proxy, folder, tmp_path, commands):
   for file in folder.glob("scores-*/[1-9]*.npy"):
     again = np.load(tmp_path / file.parent.name / file.name)
     np.testing.assert_allclose(again, np.load(file), rtol=1e-6)  # of other compiler flags
+
+
+MEASURED = """
+import resource, sys
+from nanosam.data import difficulty
+difficulty.main(["", *sys.argv[1:]])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.full
+def test_memory_does_not_depend_on_the_size_of_the_store(proxy, store, commands, tmp_path):
+  """A million tokens and ten: their losses alone would take 80 MB."""
+  tokenizer, rng = StoreReader(store).tokenizer, np.random.default_rng(0)
+  config = json.loads((proxy / "config.json").read_text())
+  workdir = tmp_path / "proxy"
+  shutil.copytree(proxy, workdir)
+  (workdir / "config.json").write_text(json.dumps({**config, "eval_batch_size": 512}))
+  peaks = []
+  for size in (1, 10):
+    writer, folder = StoreWriter(tmp_path / str(size), tokenizer), tmp_path / f"out{size}"
+    documents = ((rng.integers(4, 320, 98), 98) for _ in range(10_000 * size))
+    train = writer.write_shard("train", 0, documents)
+    writer.commit({"train": [train], "validation": [train]})
+    words = [f"--workdir={workdir}", f"--source=tokens:{tmp_path / str(size)}", "--feature=last"]
+    done = subprocess.run(
+      [sys.executable, "-c", MEASURED, *words, f"--out={folder / 'w.npz'}"],
+      cwd=ROOT,
+      env=commands.environment(1, ""),
+      capture_output=True,
+      text=True,
+      check=True,
+    )
+    peaks.append(int(done.stdout.split()[-1]))
+  assert peaks[1] < 1.1 * peaks[0], peaks
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from helpers.stores import write_store
 from helpers.streams import B, L, assert_same, stream, take
 
 from nanosam import config as config_lib
+from nanosam import plan
 from nanosam.data import inspect
 from nanosam.data.sources import merge_states, open_source, source_of
 from nanosam.data.weights import Chosen, Extra, Weights, read_weights
@@ -212,6 +213,17 @@ def test_a_damaged_file_is_named(file, directory, tmp_path):
     read_weights(str(damaged))
   with pytest.raises(UserError, match=r"cannot read data\.weights"):
     source_of(data(directory, tmp_path / "nothing.npz"))
+
+
+def test_plan_adds_what_the_weights_cost(file):
+  c = config_lib.default()
+  c.data.weights = str(file)
+  facts = {"device_kind": "TPU v4", "flops_per_device": 1e12, "devices": 4}
+  found = plan.run_cost(c, facts, peak=1e9, utilization=0.5)
+  assert found["weights_flops"] == 3e6
+  assert found["weights_chip_hours"] == pytest.approx(3e6 / 5e8 / 3600)
+  c.data.weights = ""
+  assert "weights_flops" not in plan.run_cost(c, facts, peak=1e9, utilization=0.5)
 
 
 def test_other_sources_say_that_they_need_a_store(file, tmp_path, cache):

@@ -122,9 +122,12 @@ def test_weights_need_their_proxy_and_the_verdict_its_tuning(lever):
 
 
 def test_weights_that_cost_more_than_the_run_leave_nothing(lever, monkeypatch):
+  assert lever.paid(Arm("adamw", "hard")) == 20 and lever.length(Arm("adamw", "hard"))
   monkeypatch.setattr(study, "step_flops", lambda c, outputs: 1e6)
-  with pytest.raises(UserError, match="cost 2000 of 1000 steps"):
-    lever.length(Arm("adamw", "hard"))
+  assert lever.paid(Arm("adamw", "hard")) == 2000 and not lever.length(Arm("adamw", "hard"))
+  monkeypatch.setattr(study, "ARMS", (Arm("adamw"), Arm("adamw", "hard")))
+  tune(lever)
+  assert lever.jobs("compute") == [] and lever.verdict("adamw", "compute") is None
 
 
 def test_settings_are_changed_by_name():

@@ -78,7 +78,7 @@ def test_a_documents_loss_is_that_of_its_tokens(config, store, masked):
 def test_neither_batch_size_nor_devices_matter(config, store):
   one, params, _ = make(config, store)
   found = document_losses(one, params)
-  for devices, batch_size in ((1, 3), (1, 1000), (8, 9)):
+  for devices, batch_size in ((1, 50), (8, 9)):
     other, params, _ = make(config, store, devices, batch_size)
     np.testing.assert_allclose(document_losses(other, params), found, rtol=1e-5)
 
@@ -94,6 +94,14 @@ def test_any_position_is_one_to_resume_from(config, store):
     for a, b in zip(rest, whole[i + 1 :], strict=False):
       assert a.first == b.first and a.at == b.at
       np.testing.assert_array_equal(a.loss, b.loss)
+
+
+def test_some_rows_are_enough_for_the_documents_that_end_in_them(config, store):
+  scorer, params, split = make(config, store)
+  found = document_losses(scorer, params, rows=16)
+  ends = np.cumsum(split.documents()[:, 0])
+  assert 0 < len(found) == np.sum(ends <= 16 * config.model.L + 1)
+  np.testing.assert_array_equal(found, document_losses(scorer, params)[: len(found)])
 
 
 def test_ends_of_documents(store):

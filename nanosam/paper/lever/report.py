@@ -110,6 +110,9 @@ def write_report(lever: Lever, argv: list[str]) -> None:
     for name in RECIPES
     if lever.file(name).exists() and (facts := read_weights(str(lever.file(name))).facts)
   }
+  results["steps_paid"] = {
+    arm.label: lever.paid(arm) for arm in ARMS if arm.weights in results["weights"]
+  }
   for optimizer in OPTIMIZERS:
     reports = {stage: lever.verdict(optimizer, stage) for stage in ("verdict", "compute")}
     found: dict[str, Any] = {stage: r.to_json() for stage, r in reports.items() if r}
@@ -162,6 +165,11 @@ def table(results: Mapping[str, Any]) -> str:
     [
       Text(f"`python {shlex.join(results['command'])}`"),
       Grid("Weights", weights_table(results["weights"])),
+      Grid(
+        "Steps that the proxy and the scoring would have bought; an arm that has none left is not "
+        "compared at equal compute",
+        Table(["arm", "steps"], [[k, f"{v:.0f}"] for k, v in results["steps_paid"].items()]),
+      ),
       *sections,
       Section(
         f"Tuning, seed {TUNING_SEED}",

@@ -187,27 +187,26 @@ class Lever:
     if stage == "tuning":
       return [job for arm in ARMS for job in self.trials(arm)[0]]
     best = {arm: found for arm in ARMS if (found := self.trials(arm)[1])}
+    more: dict[Arm, Overrides] = {arm: {} for arm in best}
     if stage == "compute":
-      best = {arm: point for arm, point in best.items() if arm.weights}
-    more = {arm: self.length(arm) if stage == "compute" else {} for arm in best}
+      more = {arm: found for arm in best if arm.weights and (found := self.length(arm))}
     return [
-      self.job(arm, point, seed, more[arm])
+      self.job(arm, best[arm], seed, found)
       for seed in self.fresh_seeds
-      for arm, point in best.items()
+      for arm, found in more.items()
     ]
 
-  def length(self, arm: Arm) -> Overrides:
-    """The steps that are left once the weights are paid, with a warmup in proportion."""
+  def paid(self, arm: Arm) -> float:
+    """The steps that its proxy and its scoring would have bought."""
     c = self.job(arm, {}, 0).config
     by_step = step_flops(c, source_of(c.data, self.source).outputs)
-    paid = read_weights(str(self.file(arm.weights))).flops / by_step
-    steps = round(self.settings.steps - paid)
-    if steps < 1:
-      raise UserError(
-        f"{arm.label}: its proxy and its scoring cost {paid:.0f} of {self.settings.steps} steps: "
-        "none is left at equal compute; use a longer run or a smaller proxy"
-      )
-    return {STEPS: steps, "opt.warmup_steps": steps // 10}
+    return read_weights(str(self.file(arm.weights))).flops / by_step
+
+  def length(self, arm: Arm) -> Overrides:
+    """The steps that are left once the weights are paid, with a warmup in proportion; nothing if
+    there are none."""
+    steps = round(self.settings.steps - self.paid(arm))
+    return {STEPS: steps, "opt.warmup_steps": steps // 10} if steps > 0 else {}
 
   def verdict(self, optimizer: str, stage: str = "verdict") -> comparison.Report | None:
     """An optimizer's arms against its own without weights, on fresh seeds."""
