@@ -226,7 +226,7 @@ def tried_block(report: Mapping[str, Any]) -> Block:
 
 
 def differences_figure(report: Mapping[str, Any], paper: Losses, name: str = "") -> list[Figure]:
-  rows, base = [], paper.get(ADAMW)
+  rows, base, baseline = [], paper.get(ADAMW), report["baseline"]
   for g in report["groups"]:
     if g["difference"] is not None:
       i, theirs = tables.interval(g), paper.get(g["label"])
@@ -234,11 +234,12 @@ def differences_figure(report: Mapping[str, Any], paper: Losses, name: str = "")
       low, high = (i["low"], i["high"]) if i else (None, None)
       rows.append(figures.Row(g["label"], g["difference"], low, high, published))
   values = Table(
-    ["method", f"minus {ADAMW}", "low", "high", "paper"],
+    ["method", f"minus {baseline}", "low", "high", "paper"],
     [[r.method, *(tables.number(x, "+.4f") for x in r[1:])] for r in rows],
   )
-  draw = functools.partial(figures.differences, rows=rows)
-  return [Figure(f"{name}-differences", f"Eval loss minus {ADAMW}'s", values, draw)] if rows else []
+  draw = functools.partial(figures.differences, rows=rows, baseline=baseline)
+  caption = f"Eval loss minus {baseline}'s"
+  return [Figure(f"{name}-differences", caption, values, draw)] if rows else []
 
 
 def pruning_figure(found: measures.Found, name: str = "") -> list[Figure]:

@@ -217,7 +217,7 @@ class Row(NamedTuple):
   paper: float | None  # the paper's difference
 
 
-def differences(target: Target, rows: Sequence[Row]) -> None:
+def differences(target: Target, rows: Sequence[Row], baseline: str = ADAMW) -> None:
   """One line per method: the difference to AdamW with its interval, the paper's as a cross."""
   with figure(target, (6.4, 1.1 + 0.36 * len(rows))) as (ax,):
     for y, row in enumerate(rows):
@@ -231,7 +231,7 @@ def differences(target: Target, rows: Sequence[Row]) -> None:
     ax.set_yticks(range(len(rows)), [row.method for row in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     cross = "; x: the paper" if any(row.paper is not None for row in rows) else ""
-    ax.set_xlabel(f"eval loss minus {ADAMW}, {CONFIDENCE:.0%} interval (left is better){cross}")
+    ax.set_xlabel(f"eval loss minus {baseline}, {CONFIDENCE:.0%} interval (left is better){cross}")
 
 
 def run_curve(target: Target, workdir: pathlib.Path) -> None:
