@@ -1,6 +1,6 @@
 """Compares runs: which is better, by how much, and how sure that is.
 
-python -m nanosam.compare DIR... [--by=opt.method] [--tune=opt.rho,...] [--baseline=adamw]
+python -m nanosam.compare DIR... [--by=opt.method] [--tune=opt.rho,...] [--baseline=NAME]
   [--view=steps|compute|time] [--target=LOSS] [--confidence=0.95]
   [--format=plain|markdown|csv|latex] [--json]
 """
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> None:
   p.add_argument("folders", nargs="+", metavar="DIR", help="workdirs, or folders of workdirs")
   p.add_argument("--by", default="opt.method", help="keys that form groups")
   p.add_argument("--tune", default="", help="keys for which each group takes its best value")
-  p.add_argument("--baseline", default="", help="the group to compare with (default: adamw)")
+  p.add_argument("--baseline", help="the group to compare with (adamw; by data.weights: none)")
   p.add_argument("--view", default="steps", choices=comparison.VIEWS)
   p.add_argument("--target", type=float, help="a loss (default: the baseline's)")
   p.add_argument("--confidence", type=float, default=comparison.CONFIDENCE)
@@ -32,11 +32,12 @@ def main(argv: list[str]) -> None:
   runs, notes = find_runs(args.folders)
   if notes and not any(r.state == FINISHED for r in runs):
     raise UserError(f"no finished run to compare; {notes[0]}")
+  usual = "none" if args.by == "data.weights" else comparison.ADAMW
   report = comparison.compare(
     runs,
     by=args.by.split(","),
     tune=[k for k in args.tune.split(",") if k],
-    baseline=args.baseline or comparison.ADAMW,
+    baseline=args.baseline or usual,
     view=args.view,
     target=args.target,
     confidence=args.confidence,

@@ -179,6 +179,7 @@ def _data() -> ml_collections.ConfigDict:
   d.text_field = "text"  # of text: and tfds: records
   d.border = "file"  # what ends a document in .txt of text:...: file | line | blank_line | a marker
   d.classes = 0  # of images: merged into so many (their number modulo it); 0 = as they are
+  d.weights = ""  # file of nanosam.data.difficulty: how often an epoch shows each document
   d.repeat = False  # start another epoch when the data ends, instead of failing
   d.mask_documents = False  # neither attend nor predict across document borders
   d.workers = 0  # processes that read ahead; 0 = threads in this one

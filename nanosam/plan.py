@@ -17,6 +17,7 @@ from typing import Any
 import ml_collections
 
 from nanosam import config as config_lib
+from nanosam.data.weights import read_weights
 from nanosam.run import flops, gpus
 from nanosam.run.footprint import GIB, REMEDIES, devices_of, known_topologies, measure
 from nanosam.run.validate import validate
@@ -71,7 +72,13 @@ def run_cost(
   if peak is None:
     return {}
   hours = c.opt.num_train_steps * facts["flops_per_device"] / (peak * utilization) / 3600
+  before = {}
+  if c.data.weights:
+    spent = read_weights(c.data.weights).flops
+    before = {"weights_flops": spent}
+    before["weights_chip_hours"] = spent / (peak * utilization) / 3600
   return {
+    **before,
     "num_train_steps": c.opt.num_train_steps,
     "peak": peak,
     "utilization": utilization,
@@ -114,6 +121,11 @@ def report(c: ml_collections.ConfigDict, facts: dict[str, Any]) -> str:
     lines.append(
       f"{facts['num_train_steps']} steps at {facts['utilization']:.0%} of {facts['peak']:.3g} "
       f"FLOP/s: {facts['hours']:.1f} hours, {facts['chip_hours']:.1f} chip-hours"
+    )
+  if "weights_flops" in facts:
+    lines.append(
+      f"before that, the proxy and the scoring behind data.weights: {facts['weights_flops']:.4g} "
+      f"FLOPs, {facts['weights_chip_hours']:.1f} chip-hours"
     )
   return "\n".join(lines)
 

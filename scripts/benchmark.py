@@ -2,6 +2,7 @@
 
 python scripts/benchmark.py step [--size=2M --batch_size=8 --length=256 --methods=... --json]
 python scripts/benchmark.py curvature [the same, without methods]
+python scripts/benchmark.py scoring [the same: losses by document against nanosam.evaluate]
 python scripts/benchmark.py library [--batch_size=512 --rounds=15 --json]
 python scripts/benchmark.py data [--input=GLOB --tokenizer=FILE --workers=2 --repeats=3 --json]
 """
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ from nanosam.data.batch import Batch, StreamOptions
 from nanosam.data.preparation import formats
 from nanosam.data.preparation.inputs import expand
 from nanosam.data.preparation.worker import Problems
-from nanosam.data.sources import open_source
+from nanosam.data.sources import StoreSource, open_source
 from nanosam.data.tokenizer import train_tokenizer
 from nanosam.model import sharding
 from nanosam.model.classifier import model_config
@@ -44,7 +45,9 @@ from nanosam.optim.gradient import Metrics
 from nanosam.optim.methods import METHODS
 from nanosam.optim.passes import Passes
 from nanosam.run import flops
+from nanosam.run.evaluation import Evaluator
 from nanosam.run.footprint import peak_bytes
+from nanosam.run.scoring import Scorer, document_losses
 from nanosam.run.step import TrainState, TrainStep
 from nanosam.run.validate import validate
 from nanosam.study.tables import Table, plain
@@ -61,6 +64,7 @@ def main(argv: list[str]) -> None:
   kinds = {
     "step": measure_steps,
     "curvature": measure_curvature,
+    "scoring": measure_scoring,
     "library": measure_library,
     "data": measure_data,
   }
@@ -68,7 +72,7 @@ def main(argv: list[str]) -> None:
   if kind in ("-h", "--help"):
     return print(__doc__)
   if kind not in kinds:
-    raise errors.UsageError("say what to measure: benchmark.py step, curvature, library or data")
+    raise errors.UsageError(f"say what to measure: benchmark.py {', '.join(kinds)}")
   args = parser(kind).parse_args(argv[2:])
   rows = kinds[kind](args)
   print(json.dumps(rows, indent=2) if args.json else table(rows))
@@ -308,6 +312,45 @@ def measure_curvature(args: argparse.Namespace) -> Rows:
       "vector_mib": vector_bytes / 2**20,
     }
     for name, p in programs.items()
+  ]
+
+
+# ---- scoring: losses by document against an evaluation of the same rows --------------------------
+
+SCORED_BATCHES = 8
+
+
+def measure_scoring(args: argparse.Namespace) -> Rows:
+  """Of the embedded corpus' validation split, with its own vocabulary."""
+  source = cast(StoreSource, open_source("embedded", vocab_size=4096, cache_dir=""))
+  args.vocab_size = source.outputs
+  step = make_step("adamw", args)
+  c, params = step.config, step.init(0).params
+  c.eval_batch_size = args.batch_size
+  rows = args.batch_size * SCORED_BATCHES
+  data = source.validation(L=args.length, rows=rows, mask_documents=False)
+  rows = len(data.batch.targets_BxL)
+  evaluator = Evaluator(step.model, data, args.batch_size, step.mesh)
+  split = source.store.split("validation")
+  scorer = Scorer(step.model, split, source.tokenizer, c, step.mesh)
+
+  def timed(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+  programs = {
+    "evaluate": lambda: timed(lambda: evaluator(params)),
+    "scoring": lambda: timed(lambda: document_losses(scorer, params, rows)),
+  }
+  times, ratio = interleaved(programs, args.rounds)
+  return [
+    {
+      "name": name,
+      "speed_ratio": ratio("evaluate", name),
+      "tokens_per_sec": rows * args.length / statistics.median(times[name]),
+    }
+    for name in programs
   ]
 
 

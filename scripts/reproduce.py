@@ -23,6 +23,9 @@ tunes every method as hard as AdamW, then compares on fresh seeds: nanosam/paper
 python scripts/reproduce.py survive RUNS... --out=DIR [--tune=opt.rho,...] [--source=...] ...
 takes the best setting of each method among finished runs and does what nanosam.survive does, with
 its options: results.json, table.md and figures in DIR. The same command resumes.
+python scripts/reproduce.py lever --source=tokens:DIR --other=tokens:DIR --out=DIR --seeds=N
+  [--stage=all|proxy|weights|tuning|verdict|compute|measure|report] [--set=NAME=VALUE ...]
+shows hard documents of a store twice, with controls: nanosam/paper/lever/study.py.
 """
 
 import argparse
@@ -32,6 +35,8 @@ import pathlib
 from nanosam.paper import measures, regimes, stages
 from nanosam.paper.experiments import EXPERIMENTS, MEASURES, STAGES
 from nanosam.paper.findings import write_report
+from nanosam.paper.lever import report as lever_report
+from nanosam.paper.lever import study as lever
 from nanosam.paper.protocol import FACTORS, Lab
 from nanosam.paper.simplicity import command as simplicity
 from nanosam.paper.simplicity.experiment import Settings
@@ -50,6 +55,8 @@ def main(argv: list[str]) -> None:
     return reproduce_regimes(argv)
   if argv[1:2] == ["survive"]:
     return reproduce_survive(argv)
+  if argv[1:2] == ["lever"]:
+    return reproduce_lever(argv)
   args = parser().parse_args(argv[1:])
   lab = make_lab(args)
   known = (*lab.stages, *lab.measures)
@@ -115,6 +122,36 @@ def reproduce_survive(argv: list[str]) -> None:
   figures.check_installed()
   survival.study(args.folders, args, args.out, argv)
   say(f"written: {args.out}/results.json, table.md and figures")
+
+
+def reproduce_lever(argv: list[str]) -> None:
+  p = Parser("python scripts/reproduce.py lever", __doc__)
+  p.add_argument("--source", required=True, help="data.source, a token store")
+  p.add_argument("--other", required=True, help="another store, of the same tokenizer")
+  p.add_argument("--out", required=True, type=pathlib.Path)
+  p.add_argument("--seeds", required=True, type=int, help="of the verdict")
+  p.add_argument("--stage", default="all", choices=("all", *lever.STAGES, "report"))
+  p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+  add_backend_arguments(p)
+  args = p.parse_args(argv[2:])
+  if min(args.seeds, args.jobs) < 1:
+    raise UsageError("--seeds and --jobs are at least 1")
+  settings = lever.changed(args.set)
+  study = lever.Lever(args.out, args.source, args.other, args.seeds, settings)
+  chosen = lever.STAGES if args.stage == "all" else (args.stage,)
+  if args.dry_run:
+    trained = [stage for stage in chosen if stage in lever.TRAINED]
+    for job in (job for stage in trained for job in study.jobs(stage)):
+      print(f"{job.id}  {job.tokens:.3g} tokens  {state(job)}")
+    return
+  for stage in chosen:
+    if stage in lever.TRAINED:
+      regimes.train(study, stage, args.backend, args.jobs, argv)
+    elif stage == "weights":
+      lever.make_weights(study, say)
+    elif stage == "measure":
+      lever_report.measure(study, say)
+  lever_report.write_report(study, argv)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from helpers.training import ROOT
 # Every folder may import those before it; `data` and `optim` know nothing of each other.
 ORDER = ("system", "config", "data", "optim", "model", "run", "curvature", "study", "paper")
 STRANGERS = {("optim", "data"), ("optim", "config"), ("optim", "system")}
-COMMANDS_IN_DATA = ("nanosam.data.prepare", "nanosam.data.inspect")
+COMMANDS_IN_DATA = tuple(f"nanosam.data.{name}" for name in ("prepare", "inspect", "difficulty"))
 # What a look at a config or a path must not wait for.
 HEAVY = ("jax", "flax", "optax", "orbax", "sentencepiece", "grain", "tensorflow_datasets")
 OUTSIDE = {"scripts", "launch", "configs"}  # run by people, never imported

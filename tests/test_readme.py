@@ -34,12 +34,17 @@ RULES = (
   Rule("bash scripts/quickstart.sh", by_ci=True),
   Rule("bash scripts/test.sh", by_ci=True),
   Rule("python -m nanosam.train --config=configs/vit.py", add=f"{SMALL} {SHORT}"),
+  Rule(  # the proxy and its target, on a store that is small
+    "python -m nanosam.train --config=configs/quickstart.py --config.workdir=runs/",
+    add=f"{TINY} {SHORT} --config.checkpoint_every_steps=2 --config.data.source=tokens:data/c4",
+  ),
   Rule("python -m nanosam.train", add=f"{TINY} {SHORT}"),
   Rule("python -m nanosam.sample", add="--length=4"),
   Rule("python -m nanosam.evaluate"),
   Rule("bash scripts/get_c4.sh", swap=((" 8 ", " 2 "),)),  # from a server of ours
   Rule("python -m nanosam.data.prepare", swap=(("--vocab_size=32000", "--vocab_size=300"),)),
   Rule("python -m nanosam.data.inspect"),
+  Rule("python -m nanosam.data.difficulty"),
   # A sweep of two runs, made for good: the next command compares them.
   Rule(
     "python launch/sweep.py", swap=(("launch/sweeps/example.py", "two_runs.py"), ("--dry_run", ""))

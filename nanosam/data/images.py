@@ -246,6 +246,8 @@ class Images:
 class ImageSource:
   """A Source that reads packed images."""
 
+  weights = None
+
   def __init__(self, folder: Path, classes: int = 0):
     """`classes`: into how many those of the data are merged; 0 = as they are."""
     facts = json.loads((folder / MANIFEST).read_text())

@@ -1,9 +1,11 @@
 """Describes a data source: its size, what it looks like, how fast it is read.
 
-    python -m nanosam.data.inspect --source=tokens:DIR [--config=configs/FILE.py[:k=v,...]]
+    python -m nanosam.data.inspect --source=tokens:DIR [--weights=FILE]
+      [--config=configs/FILE.py[:k=v,...]]
 
 With a config: in rows of its length, and how many epochs its run takes; --source defaults to the
-config's own. --verify reads all of a token store and compares checksums.
+config's own. With weights: of the epochs that they make. --verify reads all of a token store and
+compares checksums.
 """
 
 import argparse
@@ -33,7 +35,8 @@ def main(argv: list[str]) -> None:
   config = config_lib.load(a.config) if a.config else config_lib.default()
   name = a.source or config.data.source
   config.data.update({k: v for k in SETTINGS if (v := getattr(a, k, None)) is not None})
-  source = text_of(source_of(config.data, name), name)
+  config.data.update(source=name, weights=a.weights or ("" if a.source else config.data.weights))
+  source = text_of(source_of(config.data), name)
   if a.verify:
     verify(name)
   L, batch_size = a.length or config.model.L, a.batch_size or config.batch_size
@@ -49,6 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   p = Parser("python -m nanosam.data.inspect", "Describes a data source.")
   p.add_argument("--source", help="embedded, tokens:DIR, text:FILE, tfds:NAME or tfds:DIR")
   p.add_argument("--config", help="FILE.py[:k=v,...]")
+  p.add_argument("--weights", default="", help="data.weights (default: the config's)")
   p.add_argument("--length", type=int, help="of a row (default: the config's)")
   p.add_argument("--batch_size", type=int, help="in rows (default: the config's)")
   p.add_argument("--vocab_size", type=int, help="of embedded")
@@ -80,6 +84,7 @@ def inspect(
   return {
     "source": name,
     "fingerprint": source.fingerprint,
+    **({"weights": source.weights.summary()} if source.weights else {}),
     "is_estimate": name.startswith("tfds:"),
     "documents": source.train_documents,
     "tokens": source.train_tokens,
@@ -97,8 +102,13 @@ def inspect(
 
 def describe(facts: dict[str, Any]) -> str:
   about = "about " if facts["is_estimate"] else ""
-  lines = [
-    f"{facts['source']}  ({facts['fingerprint']})",
+  lines = [f"{facts['source']}  ({facts['fingerprint']})"]
+  if w := facts.get("weights"):
+    lines.append(
+      f"  weights     {w['choose']} documents {w['copies']} times an epoch, by {w['feature']} "
+      f"({w['hash']}): what follows is of such an epoch"
+    )
+  lines += [
     f"  documents   {facts['documents']:,}, of {facts['tokens_per_document']:,.1f} tokens",
     f"  tokens      {about}{facts['tokens']:,} of a vocabulary of {facts['vocab_size']:,}",
     f"  bytes       {about}{facts['bytes']:,}, {facts['bytes_per_token']:.3f} a token",

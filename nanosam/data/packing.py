@@ -1,11 +1,14 @@
-"""Packed rows of a token split, and the batch of any step.
+"""Packed rows of token splits, and the batch of any step.
 
-Row r is tokens[r*L : r*L + L + 1]: consecutive rows share one token, so every token but the first
-is predicted exactly once per epoch. The rest of the last row is padding of weight 0.
+Row r of a split is tokens[r*L : r*L + L + 1]: consecutive rows share one token, so every token but
+the first is predicted exactly once per epoch. The rest of the last row is padding of weight 0.
 """
 
+import bisect
 import dataclasses
+import functools
 import hashlib
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,7 +17,6 @@ import grain
 import numpy as np
 
 from nanosam.data.batch import Batch, EvalSet, StreamOptions
-from nanosam.data.store import Split
 from nanosam.data.tokenizer import Tokenizer
 from nanosam.system.errors import UserError
 
@@ -97,22 +99,43 @@ class Rows(Protocol):
   def batch(self, rows: Sequence[int]) -> Batch: ...
 
 
+class Tokens(Protocol):
+  """A stream of tokens with random access, such as a split of a store."""
+
+  @property
+  def num_tokens(self) -> int: ...
+  @property
+  def num_documents(self) -> int: ...
+  @property
+  def num_bytes(self) -> int: ...
+  def read(self, start: int, stop: int) -> np.ndarray: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenRows:
-  """Rows of a token split."""
+  """Rows of streams of tokens, one stream after the other; no row crosses from one to the next."""
 
-  split: Split
+  streams: tuple[Tokens, ...]
   tokenizer: Tokenizer
   L: int
   mask_documents: bool
 
+  @functools.cached_property
+  def _ends(self) -> list[int]:
+    rows = (num_rows(stream.num_tokens, self.L) for stream in self.streams)
+    return list(itertools.accumulate(rows))
+
   def __len__(self) -> int:
-    return num_rows(self.split.num_tokens, self.L)
+    return self._ends[-1]
 
   def batch(self, rows: Sequence[int]) -> Batch:
-    L = self.L
-    tokens = [self.split.read(row * L, row * L + L + 1) for row in rows]
-    return pack_rows(tokens, L=L, tokenizer=self.tokenizer, mask_documents=self.mask_documents)
+    tokens = [self._read(row) for row in rows]
+    return pack_rows(tokens, L=self.L, tokenizer=self.tokenizer, mask_documents=self.mask_documents)
+
+  def _read(self, row: int) -> np.ndarray:
+    k = bisect.bisect_right(self._ends, row)
+    start = (row - (self._ends[k - 1] if k else 0)) * self.L
+    return self.streams[k].read(start, start + self.L + 1)
 
 
 @dataclasses.dataclass(frozen=True)

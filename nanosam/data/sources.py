@@ -18,6 +18,7 @@ from nanosam.data.embedded import build_embedded
 from nanosam.data.packing import (
   HostBatches,
   TokenRows,
+  Tokens,
   documents_that_fit,
   first_tokens,
   num_rows,
@@ -26,6 +27,7 @@ from nanosam.data.packing import (
 from nanosam.data.store import MANIFEST, TOKENIZER, StoreReader, read_manifest
 from nanosam.data.stream import StoreStream, Stream
 from nanosam.data.tokenizer import Tokenizer
+from nanosam.data.weights import Weights, passes, read_weights
 from nanosam.system.errors import UsageError, UserError
 from nanosam.system.remote import is_remote, local_copy, storage_errors
 
@@ -39,6 +41,10 @@ class Source(Protocol):
   coding: str  # identifies what the outputs stand for: the tokenizer, or the classes
   outputs: int  # pieces of the vocabulary, or classes
   image_size: int  # in pixels; 0 for text
+
+  @property
+  def weights(self) -> Weights | None:
+    """Of the documents of the training split, if data.weights names them."""
 
   def check_length(self, *, L: int, batch_size: int, steps: int, repeat: bool) -> None:
     """Raises a UserError if training would run out of data."""
@@ -146,8 +152,17 @@ def copy_store(uri: str, cache_dir: Path) -> Path:
 
 
 def source_of(data: Any, source: str = "") -> Source:
-  """Opens the source in a config's `data` section, or another one with the same settings."""
-  return open_source(source or data.source, **{key: data[key] for key in SETTINGS})
+  """Opens the source in a config's `data` section, or another one with the same settings (and
+  without weights, which are those of one store)."""
+  opened = open_source(source or data.source, **{key: data[key] for key in SETTINGS})
+  if source or not data.weights:
+    return opened
+  if not isinstance(opened, StoreSource):
+    raise UsageError(
+      f"data.weights needs a token store, and {data.source} is none: make one of the text with "
+      "python -m nanosam.data.prepare, and set data.source=tokens:DIR"
+    )
+  return StoreSource(opened.store, read_weights(data.weights))
 
 
 def eval_set(source: Source, c: Any) -> EvalSet:
@@ -179,20 +194,24 @@ class StoreSource:
 
   image_size = 0
 
-  def __init__(self, store: StoreReader):
+  def __init__(self, store: StoreReader, weights: Weights | None = None):
+    self.store, self.weights = store, weights
     self.tokenizer = store.tokenizer
     self.coding, self.outputs = store.tokenizer.sha256, store.tokenizer.vocab_size
     self.fingerprint = store.fingerprint
     self._train = store.split("train")
     self._validation = store.split("validation")
-    self.train_tokens = self._train.num_tokens
-    self.train_documents = self._train.num_documents
-    self.train_bytes = self._train.num_bytes
+    self._epoch: tuple[Tokens, ...] = (self._train,)
+    if weights:
+      self._epoch = passes(self._train, self.fingerprint, weights)
+    self.train_tokens = sum(part.num_tokens for part in self._epoch)
+    self.train_documents = sum(part.num_documents for part in self._epoch)
+    self.train_bytes = sum(part.num_bytes for part in self._epoch)
     if self.train_tokens < 2:
       raise UserError(f"{store.directory} has no training tokens; prepare the data again")
 
   def check_length(self, *, L: int, batch_size: int, steps: int, repeat: bool) -> None:
-    most = num_rows(self.train_tokens, L) // batch_size
+    most = sum(num_rows(part.num_tokens, L) for part in self._epoch) // batch_size
     if steps > most and not repeat:
       raise UserError(
         f"the training data has {self.train_tokens} tokens, enough for {most} steps of "
@@ -201,11 +220,12 @@ class StoreSource:
       )
 
   def train_stream(self, options: StreamOptions) -> StoreStream:
-    rows = TokenRows(self._train, self.tokenizer, options.L, options.mask_documents)
-    return StoreStream(HostBatches(rows, options), self.fingerprint)
+    rows = TokenRows(self._epoch, self.tokenizer, options.L, options.mask_documents)
+    weights = self.weights.hash if self.weights else ""
+    return StoreStream(HostBatches(rows, options), self.fingerprint, weights)
 
   def independent_rows(self, L: int) -> int:
-    return min(num_rows(self.train_tokens, L), self.train_documents)
+    return min(num_rows(self._train.num_tokens, L), self._train.num_documents)
 
   def validation(
     self, *, L: int, rows: int, mask_documents: bool, eval_rows: str = "packed"

@@ -12,7 +12,7 @@ Every document is stored as bos + ids + eos. The shards of a split form one stre
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -152,8 +152,30 @@ class Split:
 
   def documents(self) -> np.ndarray:
     """[documents, 2]: tokens (with bos and eos) and bytes of each, in stream order."""
-    tables = [np.memmap(self._file(s, "documents"), _TABLE_DTYPE, "r") for s in self._shards]
-    return np.concatenate([*tables, np.empty(0, _TABLE_DTYPE)]).astype(np.int64).reshape(-1, 2)
+    none = np.empty((0, 2), _TABLE_DTYPE)
+    return np.concatenate([*self.tables(), none]).astype(np.int64)
+
+  def tables(self) -> Iterator[np.ndarray]:
+    """The same shard by shard, memory-mapped: a large store has many documents."""
+    yield from map(self._table, self._shards)
+
+  def _table(self, shard: Shard) -> np.ndarray:
+    return np.memmap(self._file(shard, "documents"), _TABLE_DTYPE, "r").reshape(-1, 2)
+
+  def ends(self, start: int, stop: int) -> tuple[int, np.ndarray]:
+    """Where the documents end that end in (start, stop], and the number of the first of them."""
+    first, found = 0, [np.empty(0, np.int64)]
+    for shard, offset in zip(self._shards, self._starts, strict=False):
+      if offset >= stop:
+        break
+      if offset + shard.tokens <= start:
+        first += shard.documents
+        continue
+      ends = offset + np.cumsum(self._table(shard)[:, 0], dtype=np.int64)
+      low, high = np.searchsorted(ends, (start, stop), side="right")
+      first += int(low) if len(found) == 1 else 0
+      found.append(ends[low:high])
+    return first, np.concatenate(found)
 
   def verify(self) -> None:
     for shard in self._shards:

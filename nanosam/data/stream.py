@@ -68,11 +68,11 @@ class Stream(abc.ABC):
 
 
 class StoreStream(Stream):
-  """A Stream whose only state is the step."""
+  """A Stream whose only state is the step; `weights` is the hash of those of the documents."""
 
-  def __init__(self, batches: HostBatches, fingerprint: str):
+  def __init__(self, batches: HostBatches, fingerprint: str, weights: str = ""):
     super().__init__(fingerprint, batches.options)
-    self._batches = batches
+    self._batches, self._weights = batches, weights
 
   def __next__(self) -> Batch:
     o, last = self._options, self._batches.last_step
@@ -86,6 +86,18 @@ class StoreStream(Stream):
 
   def _rest(self) -> HostBatches:
     return dataclasses.replace(self._batches, first_step=self._step)
+
+  def state(self) -> dict[str, Any]:
+    return super().state() | ({"weights": self._weights} if self._weights else {})
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    if (theirs := state.get("weights", "")) != self._weights:
+      raise UserError(
+        f"the checkpoint was made with data.weights {theirs or 'unset'}, these are "
+        f"{self._weights or 'unset'} (by the hash of the file): restore that file or use another "
+        "workdir"
+      )
+    super().restore(state)
 
   def epoch(self) -> float:
     return self._step * self._options.batch_size / len(self._batches.rows)

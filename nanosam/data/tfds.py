@@ -169,6 +169,7 @@ class TfdsSource:
   """A TextSource that tokenises on the fly."""
 
   image_size = 0
+  weights = None
 
   def __init__(
     self, train: Texts, validation: Texts, tokenizer: Tokenizer, identity: dict[str, Any]

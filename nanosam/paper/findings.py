@@ -227,7 +227,7 @@ def tried_block(report: Mapping[str, Any]) -> Block:
 
 
 def differences_figure(report: Mapping[str, Any], paper: Losses, name: str = "") -> list[Figure]:
-  rows, base = [], paper.get(ADAMW)
+  rows, base, baseline = [], paper.get(ADAMW), report["baseline"]
   for g in report["groups"]:
     if g["difference"] is not None:
       i, theirs = tables.interval(g), paper.get(g["label"])
@@ -235,13 +235,13 @@ def differences_figure(report: Mapping[str, Any], paper: Losses, name: str = "")
       low, high = (i["low"], i["high"]) if i else (None, None)
       rows.append(figures.Row(g["label"], g["difference"], low, high, published))
   kinds = ", ".join(sorted({tables.covers(g) for g in report["groups"] if tables.interval(g)}))
-  caption = f"Eval loss minus {ADAMW}'s (nats)"
+  caption = f"Eval loss minus {baseline}'s (nats)"
   caption += f"; lines: {tables.interval_head(report)}s over {kinds}" if kinds else ""
   values = Table(
-    ["method", f"minus {ADAMW}", "low", "high", "paper"],
+    ["method", f"minus {baseline}", "low", "high", "paper"],
     [[r.method, *(tables.number(x, "+.4f") for x in r[1:])] for r in rows],
   )
-  draw = functools.partial(figures.differences, rows=rows)
+  draw = functools.partial(figures.differences, rows=rows, baseline=baseline)
   return [Figure(f"{name}-differences", caption, values, draw)] if rows else []
 
 

@@ -17,7 +17,7 @@ import os
 import pathlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -144,6 +144,11 @@ class Study:
   source: str
   seeds: int  # of the verdict
   _made: dict[Any, Job] = dataclasses.field(default_factory=dict)
+  protocol: str = __doc__ or ""
+
+  @property
+  def name(self) -> str:
+    return self.regime
 
   @property
   def folder(self) -> pathlib.Path:
@@ -242,16 +247,27 @@ def final_loss(job: Job) -> float | None:
 # ---- running and reporting -----------------------------------------------------------------------
 
 
-def train(study: Study, stage: str, backend: str, parallel: int, argv: list[str]) -> None:
+class Searching(Protocol):
+  """An experiment whose tuning is a search."""
+
+  out: pathlib.Path
+  protocol: str
+
+  @property
+  def name(self) -> str: ...
+  def jobs(self, stage: str) -> list[Job]: ...
+
+
+def train(study: Searching, stage: str, backend: str, parallel: int, argv: list[str]) -> None:
   """Trains a stage; tuning goes on as long as its search asks for more runs."""
   while True:
     jobs = study.jobs(stage)
     if not jobs:
-      raise UserError(f"{study.regime}: run --stage=tuning first, {stage} needs its best settings")
+      raise UserError(f"{study.name}: run --stage=tuning first, {stage} needs its best settings")
     missing = backends.missing(jobs, ENDED)
     if missing or stage != "tuning":
-      entry = {"command": argv, "regime": study.regime, "stage": stage}
-      stages.record(study.out, __doc__ or "", entry, jobs)
+      entry = {"command": argv, "regime": study.name, "stage": stage}
+      stages.record(study.out, study.protocol, entry, jobs)
       backends.execute(jobs, backend, parallel, argv, ENDED)
     if not missing or stage != "tuning":
       return

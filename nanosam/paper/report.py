@@ -112,7 +112,8 @@ class RunSet:
     found = {}
     for g in self.groups:
       runs = list(g.best.runs.values())
-      flops = statistics.fmean(run.evals[-1]["compute"] / run.evals[-1]["step"] for run in runs)
+      ends = [(run.evals[-1]["compute"] - run.before, run.evals[-1]["step"]) for run in runs]
+      flops = statistics.fmean(compute / step for compute, step in ends)
       records = [r for run in runs for r in self.records[run.path] if "perf/step_time" in r]
       seconds, speed = (
         statistics.median([r[f"perf/{name}"] for r in records]) if records else math.nan
@@ -131,9 +132,9 @@ class RunSet:
   def facts(self) -> Table:
     """What the runs share, or every value that occurs."""
     keys = "model.D model.N model.H model.L batch_size opt.num_train_steps opt.base".split()
-    keys += ["model.dtype", "data.source"]
-    facts = {k: {str(r.keys[k]) for r in self.runs} for k in keys}
-    for name in ("parameters", "data", "eval_set", "devices", "git_commit"):
+    keys += ["model.dtype", "data.source", "data.weights"]
+    facts = {k: {tables.show(r.keys[k]) for r in self.runs} for k in keys}
+    for name in ("parameters", "data", "weights", "eval_set", "devices", "git_commit"):
       facts[name] = {json.dumps(r.environment.get(name)) for r in self.runs}
     return Table(["what", "value"], [[k, "; ".join(sorted(v))] for k, v in facts.items()])
 

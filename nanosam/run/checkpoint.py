@@ -182,6 +182,11 @@ class Checkpoints:
         + (f"there are also {others}" if others else "there is no other")
       ) from e
 
+  def read_run(self, step: int) -> dict[str, Any]:
+    """What was saved beside the state, without reading any array."""
+    found = self._read(step, ocp.args.Composite(run=ocp.args.JsonRestore()))
+    return _unseal(found["run"])[0]
+
   def _read(self, step: int, args: ocp.args.Composite) -> Any:
     """Every process reads on its own: one that fails must not leave the others waiting for it."""
     found, reason, me = None, "", jax.process_index()

@@ -22,6 +22,7 @@ from nanosam.system.files import write_atomically
 
 CONFIG_FILE = "config.json"
 SEQUENCES_FILE = "eval_sequences.npz"  # the last evaluation, sequence by sequence
+WEIGHTS = "weights"  # in the environment: what data.weights was, and what it took to make it
 LINEAGE = "init_from"  # in the environment: the run and checkpoint that this one started from
 ENVIRONMENT = "environment"  # the one entry of config.json that is not a config key
 TAU = "tau/logit"  # in every record of a measurement of tau

@@ -196,6 +196,7 @@ class Trainer:
       flops_per_step=self.flops,
       data=self.source.fingerprint,
       coding=self.source.coding,
+      **({record.WEIGHTS: weights.summary()} if (weights := self.source.weights) else {}),
       **({record.LINEAGE: self.lineage} if self.lineage else {}),
       eval_set={
         "sequences": len(data.batch.targets_BxL),

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from nanosam.run.record import WEIGHTS
 from nanosam.study.runs import FINISHED, METHOD_FILE, Run
 from nanosam.system.errors import UsageError, nearest
 
@@ -83,6 +84,12 @@ def _data_difference(a: Run, b: Run) -> str:
         f"have different {what}: {one} and {other}; their losses do not compare. Train them again "
         "on the same"
       )
+  one, other = (r.environment.get(WEIGHTS, {}).get("hash") for r in (a, b))
+  if a.keys["data.weights"] == b.keys["data.weights"] and one != other:
+    return (
+      f"have one name of weights, {a.keys['data.weights']}, and two contents: {one} and {other}; "
+      "train them again with one file"
+    )
   if a.state == b.state == FINISHED and not np.array_equal(a.weight_R, b.weight_R):
     return "were evaluated on different sequences; train them again with one eval set"
   return ""

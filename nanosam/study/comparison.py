@@ -12,6 +12,9 @@ Three intervals, each by Student's t (see nanosam/study/paired.py):
           about seeds
 No interval covers the choice of the best cell: a seed that was used for tuning flatters its group.
 
+Groups by data.weights are of one store, and the compute of a run includes its proxy's and that of
+the scoring: at equal steps the report says what they add, at equal compute they count.
+
 Views: the loss after the last step; or at the largest compute (or training time) that all runs
 reached, read off the eval curves. A curve read before its end is in mid-schedule, where the
 learning rate is still high: for a fair race train with a schedule for that budget.
@@ -34,6 +37,7 @@ from nanosam.system.errors import UsageError, UserError
 
 ADAMW = "adamw"  # the usual baseline
 CONFIDENCE = 0.95
+_EQUAL = 0.02  # by how much the compute of runs may differ that count as equal
 VIEWS = {name: axis for name, axis in AXES.items() if name != "tokens"}  # tokens go with steps
 
 
@@ -140,6 +144,7 @@ def compare(
   groups.sort(key=lambda g: (g.label != baseline, g.mean))
   for group in groups:
     notes += _tuning_notes(group, tune)
+  notes += _cost_notes(finished, groups, baseline, budget is None)
   if flattered := [g for g in groups if len(g.cells) > 1]:
     for group in flattered:
       group.warnings.append("tuned on a seed shown")
@@ -311,6 +316,32 @@ def _schedule_notes(runs: Sequence[Run], view: str, budget: float) -> list[str]:
     )
   if any(r.evals[0][axis] > budget for r in runs):
     notes.append(f"warning: some runs have no evaluation within the {view} that all reached")
+  return notes
+
+
+def _cost_notes(
+  runs: Sequence[Run], groups: Sequence[Group], baseline: str, at_end: bool
+) -> list[str]:
+  """What weights of documents cost, where runs are compared at equal steps; and whether runs of
+  different lengths are at equal compute."""
+  base = next((g for g in groups if g.label == baseline), None)
+  if not at_end or base is None or not any(r.before for r in runs):
+    return []
+  notes = []
+  for group in groups:
+    ratio = group.spent("compute") / base.spent("compute")
+    lengths = {r.steps for g in (group, base) for r in g.best.runs.values()}
+    before = max((r.before for r in group.best.runs.values()), default=0.0)
+    if len(lengths) > 1 and abs(ratio - 1) > _EQUAL:
+      notes.append(
+        f"warning: {group.label} and {baseline} have neither equal steps nor equal compute (ratio "
+        f"{ratio:.3f}, proxy and scoring included)"
+      )
+    elif len(lengths) == 1 and before:
+      notes.append(
+        f"{group.label} has spent {before:.3g} FLOPs more than its steps, on its proxy and on "
+        f"scoring: {before / (group.spent('compute') - before):.0%} of them"
+      )
   return notes
 
 

@@ -267,7 +267,7 @@ class Row(NamedTuple):
   paper: float | None  # the paper's difference
 
 
-def differences(target: Target, rows: Sequence[Row]) -> None:
+def differences(target: Target, rows: Sequence[Row], baseline: str = ADAMW) -> None:
   """One line per method: the difference to AdamW with its interval, the paper's as a cross."""
   styles = styles_of(row.method for row in rows)
   with figure(target, (6.4, 1.1 + 0.36 * len(rows))) as (ax,):
@@ -282,7 +282,7 @@ def differences(target: Target, rows: Sequence[Row]) -> None:
     ax.set_yticks(range(len(rows)), [row.method for row in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     cross = "; x: the paper" if any(row.paper is not None for row in rows) else ""
-    what = f"eval loss minus {ADAMW} (nats), {CONFIDENCE:.0%} interval"
+    what = f"eval loss minus {baseline} (nats), {CONFIDENCE:.0%} interval"
     ax.set_xlabel(f"{what} (left is better){cross}")
 
 
@@ -315,6 +315,25 @@ def taus(target: Target, runs: Mapping[str, Curves]) -> None:
       ax.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))
     axes[0].set_ylabel("share of the sharpness gradient")
     _legend_above(axes[0])
+
+
+CLUSTER_STYLES = {"hard": (RED, "s"), "easy": (BLUE, "v")}
+
+
+def trajectories(target: Target, steps: Sequence[int], clusters: Mapping[str, Any]) -> None:
+  """Losses of hard and easy documents along a proxy's training: means, with bands of one standard
+  deviation, and some documents as thin lines. `clusters` as nanosam/data/clusters.py describes."""
+  with figure(target, (5.6, 3.8)) as (ax,):
+    for name, found in clusters.items():
+      colour, marker = CLUSTER_STYLES[name]
+      mean, spread = found.mean_K, found.deviation_K
+      label = f"{name}, {found.documents} documents"
+      for losses in found.typical_losses:
+        ax.plot(steps, losses, color=colour, linewidth=0.5)
+      ax.fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
+      ax.plot(steps, mean, color=colour, marker=marker, linewidth=2, label=label)
+    ax.set(xlabel="step of the proxy", ylabel="loss (nats per token)")
+    ax.legend()
 
 
 def landscape(target: Target, found: Mapping[str, Any]) -> None:

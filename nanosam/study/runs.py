@@ -18,7 +18,14 @@ from nanosam.optim import guard
 from nanosam.optim.methods import METHODS
 from nanosam.run import own_method
 from nanosam.run.metrics_file import METRICS_FILE, read_metrics
-from nanosam.run.record import CONFIG_FILE, ENVIRONMENT, LINEAGE, SEQUENCES_FILE, read_config
+from nanosam.run.record import (
+  CONFIG_FILE,
+  ENVIRONMENT,
+  LINEAGE,
+  SEQUENCES_FILE,
+  WEIGHTS,
+  read_config,
+)
 from nanosam.system.errors import UserError
 
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
@@ -89,6 +96,7 @@ class Run(NamedTuple):
   state: str
   nll_R: np.ndarray  # of the last evaluation, by sequence; empty unless finished
   weight_R: np.ndarray
+  before: float = 0.0  # FLOPs on the proxy behind data.weights and on its losses; in `compute`
 
   @property
   def replicate(self) -> tuple[int, int]:
@@ -127,7 +135,9 @@ def read_run(path: pathlib.Path) -> Run:
     raise UserError(f"{path}: config.json is from another program or version: it has no {e}") from e
   metrics = path / METRICS_FILE
   records = read_metrics(metrics) if metrics.is_file() else []
-  evals = [r for r in records if "eval/loss" in r]
+  # Every run pays for its weights in full, though runs may share them.
+  before = float(sum(environment.get(WEIGHTS, {}).get("flops", {}).values()))
+  evals = [_with_cost(r, before) for r in records if "eval/loss" in r]
   step, steps = (records[-1]["step"] if records else 0), keys["opt.num_train_steps"]
   nll_R, weight_R, at = _sequences(path / SEQUENCES_FILE)
   if evals and evals[-1]["step"] == at == steps:
@@ -136,7 +146,11 @@ def read_run(path: pathlib.Path) -> Run:
     state = DIVERGED if records and _aborted(keys, records[-1]) else UNFINISHED
   if state != FINISHED:
     nll_R = weight_R = np.empty(0)
-  return Run(path, keys, environment, evals, step, state, nll_R, weight_R)
+  return Run(path, keys, environment, evals, step, state, nll_R, weight_R, before)
+
+
+def _with_cost(record: dict[str, Any], before: float) -> dict[str, Any]:
+  return {**record, "compute": record["compute"] + before} if "compute" in record else record
 
 
 def _sequences(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, int]:

@@ -30,6 +30,9 @@ class Table(NamedTuple):
 
 
 def show(value: Any) -> str:
+  """A value of a setting; an empty one, such as data.weights, is none."""
+  if value == "":
+    return "none"
   return f"{value:g}" if isinstance(value, float) else str(value)
 
 

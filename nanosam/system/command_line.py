@@ -1,13 +1,17 @@
 """Command lines, on which a mistake ends in one line."""
 
 import argparse
+import dataclasses
 import pathlib
 import tempfile
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
 
-from nanosam.system.errors import UsageError
+from nanosam.system.errors import UsageError, nearest
 from nanosam.system.files import disk_errors
 from nanosam.system.remote import is_remote
+
+T = TypeVar("T", bound=Any)
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,6 +57,20 @@ def results_folder(args: argparse.Namespace) -> pathlib.Path:
     if out.is_dir():  # otherwise there is no such run, as loading it will say
       tempfile.TemporaryFile(dir=out).close()
   return out
+
+
+def with_pairs(settings: T, pairs: Sequence[str]) -> T:
+  """A dataclass of numbers, with NAME=VALUE pairs of a command line (--set)."""
+  for pair in pairs:
+    name, _, value = pair.partition("=")
+    fields = dataclasses.asdict(settings)
+    if name not in fields:
+      raise UsageError(f"--set={pair}: {nearest(name, fields)}")
+    try:
+      settings = dataclasses.replace(settings, **{name: type(fields[name])(value)})
+    except ValueError as e:
+      raise UsageError(f"--set={pair}: {name} is a number, like {fields[name]}") from e
+  return settings
 
 
 def numbers(text: str) -> tuple[float, ...]:

@@ -43,6 +43,15 @@ def test_data_of_the_embedded_corpus(capsys):
 
 
 @pytest.mark.full
+def test_rows_of_scoring(capsys, cache):
+  words = ["--size=mini", "--rounds=1", "--batch_size=4", "--length=32", "--json"]
+  benchmark.main(["benchmark.py", "scoring", *words])
+  rows = json.loads(capsys.readouterr().out)
+  assert [row["name"] for row in rows] == ["evaluate", "scoring"]
+  assert rows[0]["speed_ratio"] == 1 and all(row["tokens_per_sec"] > 0 for row in rows)
+
+
+@pytest.mark.full
 def test_rows_of_the_library(capsys):
   benchmark.main(["", "library", "--rounds=1", "--json"])
   rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)}

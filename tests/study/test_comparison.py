@@ -392,3 +392,52 @@ def test_every_method_has_a_look_of_its_own():
   yours = figures.styles_of(["adamw", "mine", "other"])
   assert len({colour for colour, _ in yours.values()}) == 3
   assert yours["adamw"] == figures.STYLES["adamw"]
+
+
+def weighted(folder, name, seed, loss, flops, value="a1", **more):
+  env = {"weights": {"hash": value, "flops": {"proxy": flops, "scoring": flops}}}
+  write_run(folder, "adamw", seed, loss, keys={"data.weights": name, **more}, env=env)
+
+
+def test_runs_by_weights_pay_for_their_proxy(tmp_path, capsys):
+  for seed in (1, 2, 3):
+    write_run(tmp_path, "adamw", seed, 3.5 + seed / 100)
+    weighted(tmp_path, "hard.npz", seed, 3.4 + seed / 100 + seed / 1000, flops=60)
+  command.main(["compare", str(tmp_path), "--by=data.weights", "--json"])
+  found = json.loads(capsys.readouterr().out)
+  none, hard = found["groups"]
+  assert (none["label"], hard["label"]) == ("none", "hard.npz")
+  assert hard["difference"] == pytest.approx(-0.098) and hard["pairs"] == 3
+  assert (none["compute"], hard["compute"]) == (1200, 1320)
+  assert any("has spent 120 FLOPs more than its steps" in note for note in found["notes"])
+  command.main(["compare", str(tmp_path), "--by=data.weights", "--view=compute", "--json"])
+  none, hard = json.loads(capsys.readouterr().out)["groups"]
+  # Curves fall by 1 from step 600 to 1200; the weighted runs are read at 1080 of 1200 steps.
+  assert hard["loss"] == pytest.approx(3.4 + 0.022 + 120 / 600)
+  assert none["loss"] == pytest.approx(3.52)
+
+
+def test_runs_of_other_lengths_must_cost_the_same(tmp_path):
+  def notes(steps, flops, folder):
+    write_run(folder, "adamw", 1, 3.5)
+    weighted(folder, "hard.npz", 1, 3.4, flops, **{"opt.num_train_steps": steps})
+    tune = ("opt.num_train_steps", "opt.warmup_steps", "eval_every_steps")
+    report = comparison.compare(read(folder), by=("data.weights",), tune=tune, baseline="none")
+    return [n for n in report.notes if "neither equal steps nor equal compute" in n]
+
+  assert notes(1000, 100, tmp_path / "equal") == []
+  assert len(notes(1000, 10, tmp_path / "other")) == 1
+
+
+def test_weights_of_one_name_and_two_contents_do_not_compare(tmp_path):
+  for seed in (1, 2):
+    weighted(tmp_path, "hard.npz", seed, 3.4, 1, value=f"a{seed}")
+  with pytest.raises(UsageError, match=r"one name of weights, hard.npz, and two contents: a1"):
+    comparison.compare(read(tmp_path), by=("data.weights",), baseline="none")
+
+
+def test_weights_are_a_difference_like_any_other(tmp_path):
+  write_run(tmp_path, "sam", 1, 3.5)
+  weighted(tmp_path, "hard.npz", 1, 3.4, 1)
+  with pytest.raises(UsageError, match=r"data.weights is .*hard.npz"):
+    comparison.compare(read(tmp_path))

@@ -22,7 +22,8 @@ from nanosam.paper.simplicity.summary import runs_table, summarize
 from nanosam.paper.simplicity.training import EVERY
 from nanosam.paper.simplicity.upsampling import CHECKPOINTS
 from nanosam.study.figures import check_installed
-from nanosam.system.errors import UsageError, nearest
+from nanosam.system.command_line import with_pairs
+from nanosam.system.errors import UsageError
 from nanosam.system.files import disk_errors, strict_json, write_atomically, write_json
 
 THEORY_RHO = (0.2, 0.4, 0.8)  # in units of sigma; Theorem 4.4 needs less than sqrt(3) / 2
@@ -94,15 +95,7 @@ def title(results: Mapping[str, Any], name: str) -> str:
 
 def changed(settings: Settings, pairs: list[str]) -> Settings:
   """With NAME=VALUE pairs of a command line."""
-  for pair in pairs:
-    name, _, value = pair.partition("=")
-    fields = dataclasses.asdict(settings)
-    if name not in fields:
-      raise UsageError(f"--set={pair}: {nearest(name, fields)}")
-    try:
-      settings = dataclasses.replace(settings, **{name: type(fields[name])(value)})
-    except ValueError as e:
-      raise UsageError(f"--set={pair}: {name} is a number, like {fields[name]}") from e
+  settings = with_pairs(settings, pairs)
   if min(dataclasses.astuple(settings)) < 0 or not (settings.heads and settings.seeds):
     raise UsageError("settings are positive numbers")
   for name, unit in (("steps", EVERY), ("proxy_steps", EVERY * CHECKPOINTS)):

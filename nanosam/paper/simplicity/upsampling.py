@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from nanosam.data.clusters import Matrix, features, two_means
+
 FEATURES = ("relative", "last", "trajectory")
 CHECKPOINTS = 5
 
@@ -18,25 +20,8 @@ def hard(loss_PxK: np.ndarray, untrained_P: np.ndarray, feature: str) -> np.ndar
   ones. `last` has the last checkpoint alone. `relative` divides by the loss of an untrained model:
   what is hard is what has not come down.
   """
-  if feature == "trajectory":
-    return two_means(loss_PxK)
-  if feature == "last":
-    return two_means(loss_PxK[:, -1:])
-  tiny = np.finfo(np.float32).tiny
-  return two_means(np.log(loss_PxK + tiny) - np.log(untrained_P + tiny)[:, None])
-
-
-def two_means(x_PxK: np.ndarray) -> np.ndarray:
-  """True for the cluster of the higher mean; Lloyd's algorithm from the median split."""
-  mean_P = x_PxK.mean(1)
-  high_P = mean_P > np.median(mean_P)
-  while high_P.any() and not high_P.all():
-    centre, other = x_PxK[high_P].mean(0), x_PxK[~high_P].mean(0)
-    nearer_P = np.sum((x_PxK - centre) ** 2, 1) < np.sum((x_PxK - other) ** 2, 1)
-    if (nearer_P == high_P).all():
-      break
-    high_P = nearer_P
-  return high_P if mean_P[high_P].mean() > mean_P[~high_P].mean() else ~high_P
+  loss = Matrix(len(loss_PxK), lambda rows: loss_PxK[rows])
+  return two_means(features(loss, feature, untrained_P)).hard_D
 
 
 def controls(hard_P: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
