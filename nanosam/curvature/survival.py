@@ -52,7 +52,6 @@ SETTINGS = """
 
 class Part(NamedTuple):
   base: Evaluation  # of the unchanged model
-  documents: int  # of the eval set
   points: list[Point]
 
 
@@ -118,9 +117,9 @@ def measure(
     for point in changes.points(evaluator, run.params, chosen, members, key):
       found.append(point)
       say(f"{AXES[name].key} {point.value:g}", members[0].draws)
-    parts[name] = Part(base, data.documents, found)
+    parts[name] = Part(base, found)
   if tuned:
-    parts |= _forgetting(run, Part(base, data.documents, []), evaluator, tuned)
+    parts |= _forgetting(run, Part(base, []), evaluator, tuned)
   progress.close()
   facts = {
     "workdir": str(workdir),
@@ -148,7 +147,7 @@ def _forgetting(
     new_points.append(new_point)
   return {
     FORGETTING: old._replace(points=old_points),
-    LEARNING: Part(start, data.documents, new_points),
+    LEARNING: Part(start, new_points),
   }
 
 
@@ -159,7 +158,7 @@ def save(found: Survival, path: pathlib.Path) -> None:
   arrays: dict[str, Any] = {"facts": json.dumps(found.facts)}
   for name, part in found.parts.items():
     heads = [{"value": p.value, "facts": p.facts} for p in part.points]
-    about = {"documents": part.documents, "bytes": part.base.bytes, "points": heads}
+    about = {"documents": part.base.documents, "bytes": part.base.bytes, "points": heads}
     arrays[f"{name}/about"] = json.dumps(about)
     arrays[f"{name}/weight"] = part.base.weight_R
     arrays[f"{name}/nll"] = np.stack([part.base.nll_R, *(p.evaluation.nll_R for p in part.points)])
@@ -184,9 +183,10 @@ def load(path: pathlib.Path) -> Survival | None:
 
 def _part(stored: Mapping[str, Any], name: str) -> Part:
   about, weight_R = json.loads(str(stored[f"{name}/about"])), stored[f"{name}/weight"]
-  base, *others = (Evaluation(nll_R, weight_R, about["bytes"]) for nll_R in stored[f"{name}/nll"])
+  facts = {"weight_R": weight_R, "bytes": about["bytes"], "documents": about["documents"]}
+  base, *others = (Evaluation(nll_R, **facts) for nll_R in stored[f"{name}/nll"])
   points = [
     Point(head["value"], evaluation, head["facts"])
     for head, evaluation in zip(about["points"], others, strict=True)
   ]
-  return Part(base, about["documents"], points)
+  return Part(base, points)

@@ -196,11 +196,11 @@ def compare(
     for i, point in enumerate(found[0].parts[name].points):
       losses, rises = [], []
       for run, s in zip(runs, found, strict=True):
-        base, documents, points = s.parts[name]
+        base, points = s.parts[name]
         nll_R, weight_R = points[i].evaluation.nll_R, base.weight_R
-        losses.append(with_losses(run, s.facts["step"], nll_R, weight_R, documents))
+        losses.append(with_losses(run, s.facts["step"], nll_R, weight_R, base.documents))
         rise_R = nll_R - base.nll_R
-        rises.append(with_losses(run, s.facts["step"], rise_R, weight_R, documents))
+        rises.append(with_losses(run, s.facts["step"], rise_R, weight_R, base.documents))
       if any(run.state == FINISHED for run in losses):
         reports = {"loss": comparer(args)(losses), "rise": comparer(args)(rises)}
         notes += [note for report in reports.values() for note in report.notes]

@@ -218,7 +218,7 @@ def test_a_damaged_file_is_named(file, directory, tmp_path):
 def test_plan_adds_what_the_weights_cost(file):
   c = config_lib.default()
   c.data.weights = str(file)
-  facts = {"device_kind": "TPU v4", "flops_per_device": 1e12, "devices": 4}
+  facts = {"topology": "v4:2x2x1", "device_kind": "TPU v4", "flops_per_device": 1e12, "devices": 4}
   found = plan.run_cost(c, facts, peak=1e9, utilization=0.5)
   assert found["weights_flops"] == 3e6
   assert found["weights_chip_hours"] == pytest.approx(3e6 / 5e8 / 3600)

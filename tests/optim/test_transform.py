@@ -57,7 +57,7 @@ def test_every_method_runs_under_jit_and_at_rho_zero_is_the_plain_gradient(name)
   state = trained_state(optax.adam(1e-2))
   expected = jax.value_and_grad(objective)(PARAMS)
   for rho, tolerance in ((0.0, 1e-6), (1e-6, 1e-2)):
-    grad = nanosam.value_and_grad(outputs, loss, method=name, rho=rho)
+    grad = nanosam.value_and_grad(outputs, loss, method=name, rho=rho, data_share=1.0)
     (value, metrics), g = jax.jit(grad)(PARAMS, BATCH, state)
     close((value, g), expected, rtol=tolerance, atol=tolerance)
   assert metrics["guard/nonfinite"] == metrics["guard/perturbed_nonfinite"] == 0

@@ -39,8 +39,11 @@ def test_cudnns_attention_counts_like_the_plain_one(tiny_config, monkeypatch, me
   c.model.update(dtype="bfloat16", remat=remat)
   c.opt.method = method
   plain = flops.count(make_step(c).trace().jaxpr)
+  passes = 1 if method == "adamw" else 2
+  scores = 2 * c.batch_size * c.model.L**2 * c.model.D * c.model.N
+  again = passes * scores if remat else 0  # once more, a few heads at a time
   c.model.attention = "cudnn"
-  assert flops.count(make_step(c).trace().jaxpr) == plain
+  assert flops.count(make_step(c).trace().jaxpr) == plain - again
 
 
 def test_peaks_are_of_the_longest_name():

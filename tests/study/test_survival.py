@@ -64,14 +64,14 @@ def test_changes_of_nothing_cost_nothing(whole, monkeypatch):
 
 def made_up(rng, loss, rises, documents=40, rows=60):
   """A model whose noise of size i raises its loss by rises[i]."""
-  weight_R = np.full(rows, 32.0)
   base_R = 32 * (loss + 0.3 * rng.normal(size=rows))
+  base = Evaluation(base_R, np.full(rows, 32.0), 9, documents=documents)
   points = [
-    Point(x, Evaluation(base_R + 32 * (rise + 0.02 * rng.normal(size=rows)), weight_R, 9), {})
+    Point(x, base._replace(nll_R=base_R + 32 * (rise + 0.02 * rng.normal(size=rows))), {})
     for x, rise in rises.items()
   ]
   facts = {"workdir": "w", "step": 1200, "weights": "raw", "method": "any", "settings": {}}
-  return Survival(facts, {"noise": Part(Evaluation(base_R, weight_R, 9), documents, points)})
+  return Survival(facts, {"noise": Part(base, points)})
 
 
 @pytest.fixture
