@@ -7,7 +7,7 @@ that it stands for, forward and backward.
 
 The count is of the program as traced. With one microbatch XLA then finds that logit_sam, angle_sam
 and penalty_sam compute parts of the first pass again, and merges them: for these it is an upper
-bound, 7 to 11 % above what runs.
+bound on what runs.
 """
 
 import math

@@ -88,7 +88,7 @@ def setting(net):
     jax.tree.unflatten(tree, noise[: len(leaves)]),
     jax.tree.unflatten(tree, [0.01 * x**2 for x in noise[len(leaves) :]]),
   )
-  return params, random_images(0, B, S, V), Moments(mu, nu, 7)
+  return params, random_images(0, B, S, V), Moments(mu, nu, 7, updates=0)
 
 
 def objectives(net):
