@@ -34,6 +34,10 @@ RULES = (
   Rule("bash scripts/quickstart.sh", by_ci=True),
   Rule("bash scripts/test.sh", by_ci=True),
   Rule("python -m nanosam.train --config=configs/vit.py", add=f"{SMALL} {SHORT}"),
+  Rule(
+    "python -m nanosam.train --config=configs/quickstart.py --config.workdir=runs/sign",
+    add=f"{TINY} {SHORT}",
+  ),
   Rule(  # the proxy and its target, on a store that is small
     "python -m nanosam.train --config=configs/quickstart.py --config.workdir=runs/",
     add=f"{TINY} {SHORT} --config.checkpoint_every_steps=2 --config.data.source=tokens:data/c4",

@@ -127,7 +127,8 @@ def test_dry_run_prints_commands_and_makes_nothing(start, tmp_path):
 
 @pytest.mark.full
 def test_a_sweep_end_to_end(start, tmp_path):
-  """Interrupted, continued, then nothing left to do; a failure does not stop the rest."""
+  """Interrupted, continued, then nothing left to do. A run that cannot start stops the sweep before
+  its first run; one that fails on the way does not stop the rest."""
   process = start(200)
   first = wait_for(lambda: next((tmp_path / "out").glob("sam-*/metrics.jsonl"), None))
   wait_for(lambda: read_metrics(first))
@@ -151,8 +152,13 @@ def test_a_sweep_end_to_end(start, tmp_path):
   file.write_text(SWEEP.replace("0.05]", '0.05], "data.source": ["tokens:nowhere"]'))
   process = start(16)
   out, err = process.communicate(timeout=300)
+  assert process.returncode == 1 and "nowhere" in err and "started" not in out
+
+  file.write_text(SWEEP.replace("0.05]", '0.05], "opt.peak_learning_rate": [1e30]'))
+  process = start(16)
+  out, err = process.communicate(timeout=300)
   assert process.returncode == 1
-  assert "1 of 2 runs are not finished" in err and "nowhere" in out and "finished after" in out
+  assert "1 of 2 runs are not finished" in err and "finished after" in out
 
 
 def wait_for(condition):
