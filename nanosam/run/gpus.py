@@ -39,8 +39,8 @@ class Share(NamedTuple):
   high: float
 
 
-# v5e against this compiler, 32 to 64 sequences of 512 tokens a device, vocabulary 32,101; the TPU's
-# figures are in results/plan.json.
+# v5e against this compiler, 32 to 64 sequences of 512 tokens a device, vocabulary 32,101. Measured
+# before plain attention with remat was computed a few heads at a time: measure REMAT again.
 PLAIN = Share(0.41, 0.48)  # 2M with adamw and precond_func_sam, 23.9M with sam
 # From 42.5M and 117.9M with adamw, sam and precond_func_sam (0.136 to 0.148) over 2M in eight
 # microbatches (0.29) to 1208M, whose layers are scanned (0.47 and 0.61).
